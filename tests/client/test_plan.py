@@ -10,10 +10,12 @@ import sys
 from dataclasses import replace
 
 import pytest
-from transformers import AutoConfig
 
 from rollout.planning import PUBLISHED, PlanError, model_of, plan
+from tests.helpers.lazy import Lazy
 from tests.helpers.stack import ROOT
+
+transformers = Lazy("transformers")
 
 ROLLOUT = [sys.executable, "-m", "rollout.cli"]
 EIGHT = {"gpus": 8, "gpu_gb": 80, "share": 0.6, "cores": 128, "memory_gb": 1000}
@@ -62,7 +64,7 @@ def test_a_cache_with_fewer_heads_than_gpus_lies_on_several(kv_heads, held_by):
 
 def test_a_checkpoint_is_read_as_transformers_reads_it(tmp_path):
     path = ROOT / "examples" / "demo_model" / "checkpoint"
-    config, model = AutoConfig.from_pretrained(path), model_of(str(path))
+    config, model = transformers.AutoConfig.from_pretrained(path), model_of(str(path))
     assert (model.layers, model.context) == (config.num_hidden_layers, config.max_position_embeddings)
     assert model.values == 2 * config.num_key_value_heads * config.head_dim
     assert model.weights_gb == (path / "model.safetensors").stat().st_size / 1e9

@@ -16,7 +16,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
-import openai
 import pytest
 
 from rollout.batch import BatchRequest
@@ -24,7 +23,10 @@ from rollout.schema import Agent, Limits, Rollout, RolloutRequest, SamplingParam
 from rollout.trajectory import FinishReason
 from services.capture.serving import STOPPED
 from tests.helpers.capture import CaptureWorld, capture_world
+from tests.helpers.lazy import Lazy
 from tests.helpers.long_forms import CAPTURE
+
+openai = Lazy("openai")
 
 SHELL = {
     "type": "function",

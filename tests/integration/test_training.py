@@ -14,18 +14,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from examples.demo_model.conversation import ConversationMaker
 from examples.training.feed import read_lines
 from examples.training.record import report
 from rollout.adapters import trl as adapter
 from rollout.batch import BatchState
 from rollout.schema import EXTERNAL
+from tests.helpers.lazy import Lazy
 from tests.helpers.llm_servers import embedded_server
 from tests.helpers.long_forms import TRAINING
 from tests.helpers.rollouts import ended
 from tests.helpers.sandboxes import leftovers, stop_host
 from tests.helpers.stack import CHECKPOINT, ROOT, Stack, free_port, wait_until
 
+conversation = Lazy("examples.demo_model.conversation")
 STEPS = TRAINING("steps with kills between", short=12, long=40)
 KILLED_AFTER = TRAINING("checkpoints before a kill", short=4, long=7)
 GROUPS, N = 2, 2
@@ -163,7 +164,7 @@ def test_a_program_on_a_vendors_sdk_drives_a_run_with_the_ids_that_its_model_was
     gaps = [row["logprob_gap"] for row in rows if row["logprob_gap"] is not None]
     assert gaps and max(gaps) < MAX_GAP
 
-    maker = ConversationMaker(AutoTokenizer.from_pretrained(CHECKPOINT))
+    maker = conversation.ConversationMaker(AutoTokenizer.from_pretrained(CHECKPOINT))
     names = [group for row in rows for group in row["groups"]["kept"]]
     members = [item for name in names for item in stack.client.list(group_id=name).rollouts]
     assert len(members) == 8

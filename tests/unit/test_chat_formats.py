@@ -10,7 +10,6 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from renderers import config_from_name, create_renderer
 from tokenizers import AddedToken, normalizers
 
 from rollout.trajectory import Message, ToolCall, Trajectory
@@ -26,7 +25,7 @@ from workers.agent.guard import CUT, REPLACEMENT, TokenizerGuard
 from workers.agent.renderer_codec import RendererCodec
 from workers.agent.tokens import TokenBuffer
 
-transformers = Lazy("transformers")
+renderers, transformers = Lazy("renderers"), Lazy("transformers")
 
 ASKED = [Message(role="user", content="x")]
 NAMES = [*FAMILIES, "demo", "renderer"]
@@ -282,7 +281,7 @@ def test_a_control_token_of_one_character_is_replaced():
 
 def renderer_codec(name):
     """A codec by a renderer of the library, on a tokenizer that has every token it asks for."""
-    config = config_from_name(name)
+    config = renderers.config_from_name(name)
     if "thinking_retention" in type(config).model_fields:
         config = config.model_copy(update={"thinking_retention": "all"})
     tokens = [*FAMILIES["hermes"].special, *FAMILIES["hermes"].text]
@@ -290,7 +289,7 @@ def renderer_codec(name):
         added = [AddedToken(text, special=True, normalized=False) for text in tokens]
         guard = TokenizerGuard(altered("headers", *added))
         try:
-            return RendererCodec(guard, create_renderer(guard, config))
+            return RendererCodec(guard, renderers.create_renderer(guard, config))
         except (AssertionError, ValueError) as error:
             missing = re.search(r"'(\S+)'", str(error))
             assert missing and missing[1] not in tokens, error

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 from openai_harmony import Role
-from renderers.base import MODEL_RENDERER_MAP
 
 from rollout.schema import Backend
 from rollout.trajectory import Message, TextPart, ToolCall, Trajectory
 from services.engines.base import Completion
+from tests.helpers.lazy import Lazy
 from tests.helpers.published import HERMES, MODELS, TOOLS, directory
 from tests.helpers.stack import ROOT
 from workers.agent import codec as codec_module
@@ -23,6 +23,7 @@ from workers.agent.guard import CUT
 from workers.agent.renderer_codec import HARMONY_DATE, renderer_codec
 from workers.agent.tokens import TokenBuffer
 
+renderers = Lazy("renderers.base")
 TURNS = 20
 ASKED = [Message(role="system", content="Be brief."), Message(role="user", content="What is an ox?")]
 
@@ -313,7 +314,7 @@ def test_a_renderer_is_not_trusted_by_the_first_letters_of_an_architecture(forma
 
 def test_a_name_of_the_hub_is_held_against_the_template_too(formats, monkeypatch):
     known = directory("DeepSeek-V3", formats.root)
-    monkeypatch.setitem(MODEL_RENDERER_MAP, str(known), "deepseek-v3")
+    monkeypatch.setitem(renderers.MODEL_RENDERER_MAP, str(known), "deepseek-v3")
     codec = renderer_codec(formats.of("DeepSeek-V3")._guard, str(known), "deepseek_v3")
     assert codec is None, "the library writes other prompts than this template"
 

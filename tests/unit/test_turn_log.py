@@ -7,13 +7,13 @@ import json
 from dataclasses import replace
 
 import pytest
+from tokenizers import Tokenizer
 
 from rollout.schema import Limits, RolloutRequest, SamplingParams
 from rollout.trajectory import FinishReason, Message, Trajectory
 from services.state.turns.entries import Answered, Appended, Sampled, decode, trajectory_of
 from tests.helpers.scripted import Look, Said, ScriptedRouter, backend
 from tests.helpers.stack import CHECKPOINT
-from workers.agent.codec import load_codec
 from workers.agent.loop import AgentLoop
 from workers.agent.tools import Finish, Observation
 from workers.agent.turns import MOST_UNWRITTEN, RunDiverged, TurnLog
@@ -21,12 +21,13 @@ from workers.errors import InfrastructureError
 from workers.held import SHUTDOWN, Held
 
 ASKED = [Message(role="user", content="1 plus 1")]
+# Not that of a codec: every process that collects this file would import transformers.
+TOKENIZER = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
 
 
 def said(text: str, **fields) -> Said:
-    tokenizer = load_codec(str(CHECKPOINT))._guard._tokenizer
     end = "" if fields.get("finish") == "length" else "<|im_end|>"
-    return Said(tokenizer.encode(text + end, add_special_tokens=False), **fields)
+    return Said(TOKENIZER.encode(text + end, add_special_tokens=False).ids, **fields)
 
 
 def call(text="", **more) -> str:

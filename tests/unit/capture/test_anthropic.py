@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
+from functools import cache
+from typing import Any
 
-import anthropic
 import pytest
-from anthropic.types import Message as Said
-from anthropic.types import RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from services.capture.call import Refusal
 from services.capture.dialects.anthropic import Anthropic
+from tests.helpers.lazy import Lazy
 from tests.unit.capture.toy import Turn
+
+anthropic = Lazy("anthropic")
 
 TOOL = {"name": "bash", "description": "Run.", "input_schema": {"type": "object", "properties": {"cmd": {}}}}
 ASKED = [{"role": "user", "content": "List the files."}]
 FULL = Turn(
     "Let me look, naïve 🦀.", "I think,\nso I am.", [("bash", {"cmd": "ls"}), ("bash", {"cmd": "é", "n": 1})]
 )
-EVENTS = TypeAdapter(RawMessageStreamEvent)
+
+
+@cache
+def published() -> TypeAdapter:
+    return TypeAdapter(anthropic.types.RawMessageStreamEvent)
 
 
 @pytest.fixture
@@ -34,7 +40,7 @@ def read(*messages, **fields):
     )
 
 
-def results(said: Said) -> dict:
+def results(said: Any) -> dict:
     blocks = [
         {"type": "tool_result", "tool_use_id": block.id, "content": "a.py"}
         for block in said.content
@@ -46,7 +52,7 @@ def results(said: Said) -> dict:
 def test_whole_answer_is_of_the_published_type_and_comes_back_as_the_same_message(toy, client):
     toy.says(FULL, Turn("Done."))
     said = client.messages.create(model="m7", max_tokens=50, messages=ASKED, tools=[TOOL], system="Be brief.")
-    Said.model_validate(said.to_dict(), strict=True)
+    anthropic.types.Message.model_validate(said.to_dict(), strict=True)
     assert (said.model, said.stop_reason, said.id) == ("m7", "tool_use", "msg_c1")
     assert [block.type for block in said.content] == ["thinking", "text", "tool_use", "tool_use"]
     assert (said.usage.input_tokens, said.usage.cache_read_input_tokens, said.usage.output_tokens) == (
@@ -76,7 +82,7 @@ def test_stream_adds_up_to_the_answer(toy, client, turn):
     toy.says(turn, Turn("Done."))
     with client.messages.stream(model="m7", max_tokens=50, messages=ASKED, tools=[TOOL]) as stream:
         said = stream.get_final_message()
-    Said.model_validate(said.to_dict(), strict=True)
+    anthropic.types.Message.model_validate(said.to_dict(), strict=True)
     assert said.stop_reason == ("tool_use" if turn.calls else "end_turn")
     assert (said.usage.input_tokens, said.usage.cache_read_input_tokens, said.usage.output_tokens) == (
         41,
@@ -101,7 +107,7 @@ def test_events_are_of_the_published_types_and_blocks_follow_each_other(toy, cli
         assert name == f"event: {told['type']}"
         if told["type"] == "ping":
             continue
-        EVENTS.validate_python(told, strict=True)
+        published().validate_python(told, strict=True)
         if told["type"] == "content_block_start":
             assert not is_open
             assert told["index"] == len(blocks)
@@ -136,17 +142,17 @@ def test_cut_answer_says_max_tokens(toy, client):
 @pytest.mark.parametrize(
     ("refusal", "error", "kind"),
     [
-        (Refusal("invalid", "no"), anthropic.BadRequestError, "invalid_request_error"),
-        (Refusal("unauthorized", "no"), anthropic.AuthenticationError, "authentication_error"),
-        (Refusal("ended", "no"), anthropic.APIStatusError, "invalid_request_error"),
-        (Refusal("not_found", "no"), anthropic.NotFoundError, "not_found_error"),
-        (Refusal("too_large", "no"), anthropic.APIStatusError, "request_too_large"),
-        (Refusal("busy", "no"), anthropic.RateLimitError, "rate_limit_error"),
-        (Refusal("unavailable", "no"), anthropic.InternalServerError, "overloaded_error"),
-        (Refusal("internal", "no"), anthropic.InternalServerError, "api_error"),
+        (Refusal("invalid", "no"), "BadRequestError", "invalid_request_error"),
+        (Refusal("unauthorized", "no"), "AuthenticationError", "authentication_error"),
+        (Refusal("ended", "no"), "APIStatusError", "invalid_request_error"),
+        (Refusal("not_found", "no"), "NotFoundError", "not_found_error"),
+        (Refusal("too_large", "no"), "APIStatusError", "request_too_large"),
+        (Refusal("busy", "no"), "RateLimitError", "rate_limit_error"),
+        (Refusal("unavailable", "no"), "InternalServerError", "overloaded_error"),
+        (Refusal("internal", "no"), "InternalServerError", "api_error"),
         (
             Refusal("context", "no", tokens=900, most_tokens=800),
-            anthropic.BadRequestError,
+            "BadRequestError",
             "invalid_request_error",
         ),
     ],
@@ -155,7 +161,7 @@ def test_cut_answer_says_max_tokens(toy, client):
 @pytest.mark.parametrize("stream", [False, True])
 def test_refusals_arrive_as_the_errors_of_the_sdk(toy, client, refusal, error, kind, stream):
     toy.says(Turn(refused=refusal))
-    with pytest.raises(error) as caught:
+    with pytest.raises(getattr(anthropic, error)) as caught:
         client.messages.create(model="m", max_tokens=5, messages=ASKED, stream=stream)
     assert caught.value.status_code == refusal.status
     assert caught.value.body["error"]["type"] == kind

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
-import openai
 import pytest
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from services.capture.call import Refusal
 from services.capture.dialects.chat import Chat
+from tests.helpers.lazy import Lazy
 from tests.unit.capture.toy import Turn
+
+openai = Lazy("openai")
 
 TOOL = {"name": "bash", "description": "Run.", "parameters": {"type": "object", "properties": {"cmd": {}}}}
 TOOLS = [{"type": "function", "function": TOOL}]
@@ -26,11 +28,11 @@ def client(toy):
         yield client
 
 
-def collected(chunks: list[ChatCompletionChunk]) -> dict:
+def collected(chunks: list[Any]) -> dict:
     """The message that a program makes of a stream."""
     said = {"role": "assistant", "content": "", "reasoning_content": "", "tool_calls": []}
     for chunk in chunks:
-        ChatCompletionChunk.model_validate(chunk.to_dict(), strict=True)
+        openai.types.chat.ChatCompletionChunk.model_validate(chunk.to_dict(), strict=True)
         for choice in chunk.choices:
             said["content"] += choice.delta.content or ""
             said["reasoning_content"] += getattr(choice.delta, "reasoning_content", None) or ""
@@ -48,7 +50,7 @@ def read(**fields):
 def test_whole_answer_is_of_the_published_type_and_comes_back_as_the_same_message(toy, client):
     toy.says(FULL, Turn("Done."))
     answer = client.chat.completions.create(model="m7", messages=ASKED, tools=TOOLS, temperature=0.3)
-    ChatCompletion.model_validate(answer.to_dict(), strict=True)
+    openai.types.chat.ChatCompletion.model_validate(answer.to_dict(), strict=True)
     assert (answer.model, answer.choices[0].finish_reason, answer.id) == ("m7", "tool_calls", "chatcmpl-c1")
     assert answer.usage.prompt_tokens_details.cached_tokens == 60
     assert answer.usage.total_tokens == 101 + 20
@@ -106,17 +108,17 @@ def test_cut_answer_says_length(toy, client):
 @pytest.mark.parametrize(
     ("refusal", "error", "code"),
     [
-        (Refusal("invalid", "no"), openai.BadRequestError, None),
-        (Refusal("unauthorized", "no"), openai.AuthenticationError, "invalid_api_key"),
-        (Refusal("not_found", "no"), openai.NotFoundError, "not_found"),
-        (Refusal("busy", "no"), openai.RateLimitError, "rate_limit_exceeded"),
-        (Refusal("ended", "no"), openai.APIStatusError, "session_ended"),
-        (Refusal("unavailable", "no"), openai.InternalServerError, None),
-        (Refusal("internal", "no"), openai.InternalServerError, None),
-        (Refusal("too_large", "no"), openai.APIStatusError, "request_too_large"),
+        (Refusal("invalid", "no"), "BadRequestError", None),
+        (Refusal("unauthorized", "no"), "AuthenticationError", "invalid_api_key"),
+        (Refusal("not_found", "no"), "NotFoundError", "not_found"),
+        (Refusal("busy", "no"), "RateLimitError", "rate_limit_exceeded"),
+        (Refusal("ended", "no"), "APIStatusError", "session_ended"),
+        (Refusal("unavailable", "no"), "InternalServerError", None),
+        (Refusal("internal", "no"), "InternalServerError", None),
+        (Refusal("too_large", "no"), "APIStatusError", "request_too_large"),
         (
             Refusal("context", "no", tokens=900, most_tokens=800),
-            openai.BadRequestError,
+            "BadRequestError",
             "context_length_exceeded",
         ),
     ],
@@ -125,7 +127,7 @@ def test_cut_answer_says_length(toy, client):
 @pytest.mark.parametrize("stream", [False, True])
 def test_refusals_arrive_as_the_errors_of_the_sdk(toy, client, refusal, error, code, stream):
     toy.says(Turn(refused=refusal))
-    with pytest.raises(error) as caught:
+    with pytest.raises(getattr(openai, error)) as caught:
         client.chat.completions.create(model="m", messages=ASKED, stream=stream)
     assert caught.value.status_code == refusal.status
     assert caught.value.code == code

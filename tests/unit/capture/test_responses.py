@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from functools import cache
+from typing import Any
 
-import openai
 import pytest
-from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from services.capture.call import Refusal
 from services.capture.dialects.responses import Responses
+from tests.helpers.lazy import Lazy
 from tests.unit.capture.toy import Turn
+
+openai = Lazy("openai")
 
 SCHEMA = {"type": "object", "properties": {"cmd": {"type": "string"}}}
 TOOL = {"type": "function", "name": "bash", "description": "Run.", "strict": False, "parameters": SCHEMA}
@@ -26,7 +29,11 @@ ASKED = [{"role": "user", "content": "List the files."}]
 FULL = Turn(
     "Let me look, naïve 🦀.", "I think,\nso I am.", [("bash", {"cmd": "ls"}), ("bash", {"cmd": "é", "n": 1})]
 )
-EVENTS = TypeAdapter(ResponseStreamEvent)
+
+
+@cache
+def published() -> TypeAdapter:
+    return TypeAdapter(openai.types.responses.ResponseStreamEvent)
 
 
 @pytest.fixture
@@ -39,7 +46,7 @@ def read(*items, **fields):
     return Responses().read(json.dumps({"model": "m", "input": items, **fields}).encode())
 
 
-def outputs(response: Response) -> list[dict]:
+def outputs(response: Any) -> list[dict]:
     kinds = {"function_call": "function_call_output", "custom_tool_call": "custom_tool_call_output"}
     return [
         {"type": kinds[item.type], "call_id": item.call_id, "output": "a.py"}
@@ -53,7 +60,7 @@ def test_whole_answer_is_of_the_published_type_and_comes_back_as_the_same_messag
     response = client.responses.create(
         model="m7", input="List the files.", instructions="Be brief.", tools=[TOOL], max_output_tokens=50
     )
-    Response.model_validate(response.to_dict(), strict=True)
+    openai.types.responses.Response.model_validate(response.to_dict(), strict=True)
     assert (response.model, response.status, response.id) == ("m7", "completed", "resp_c1")
     assert [item.type for item in response.output] == [
         "reasoning",
@@ -91,7 +98,7 @@ def test_events_are_of_the_published_types_and_say_together_what_the_last_one_sa
     toy.says(FULL)
     events = list(client.responses.create(model="m7", input=ASKED, tools=[TOOL, PATCH], stream=True))
     for at, event in enumerate(events):
-        assert EVENTS.validate_python(event.to_dict(), strict=True).sequence_number == at
+        assert published().validate_python(event.to_dict(), strict=True).sequence_number == at
     assert [event.type for event in events[:4]] == [
         "response.created",
         "response.in_progress",
@@ -118,7 +125,7 @@ def test_custom_tools_and_those_of_a_namespace_are_called_as_what_they_are(toy, 
         if stream:
             events = list(client.responses.create(model="m", input=ASKED, tools=tools, stream=True))
             for event in events:
-                EVENTS.validate_python(event.to_dict(), strict=True)
+                published().validate_python(event.to_dict(), strict=True)
             response = events[-1].response
         else:
             response = client.responses.create(model="m", input=ASKED, tools=tools)
@@ -142,14 +149,14 @@ def test_cut_answer_is_incomplete(toy, client):
 @pytest.mark.parametrize(
     ("refusal", "error", "code"),
     [
-        (Refusal("invalid", "no"), openai.BadRequestError, None),
-        (Refusal("unauthorized", "no"), openai.AuthenticationError, "invalid_api_key"),
-        (Refusal("busy", "no"), openai.RateLimitError, "rate_limit_exceeded"),
-        (Refusal("ended", "no"), openai.APIStatusError, "session_ended"),
-        (Refusal("unavailable", "no"), openai.InternalServerError, None),
+        (Refusal("invalid", "no"), "BadRequestError", None),
+        (Refusal("unauthorized", "no"), "AuthenticationError", "invalid_api_key"),
+        (Refusal("busy", "no"), "RateLimitError", "rate_limit_exceeded"),
+        (Refusal("ended", "no"), "APIStatusError", "session_ended"),
+        (Refusal("unavailable", "no"), "InternalServerError", None),
         (
             Refusal("context", "no", tokens=9, most_tokens=8),
-            openai.BadRequestError,
+            "BadRequestError",
             "context_length_exceeded",
         ),
     ],
@@ -158,7 +165,7 @@ def test_cut_answer_is_incomplete(toy, client):
 @pytest.mark.parametrize("stream", [False, True])
 def test_refusals_arrive_as_the_errors_of_the_sdk(toy, client, refusal, error, code, stream):
     toy.says(Turn(refused=refusal))
-    with pytest.raises(error) as caught:
+    with pytest.raises(getattr(openai, error)) as caught:
         client.responses.create(model="m", input=ASKED, stream=stream)
     assert (caught.value.status_code, caught.value.code) == (refusal.status, code)
     if refusal.kind == "context":
@@ -170,7 +177,7 @@ def test_error_in_the_middle_of_a_stream_is_raised_and_told_as_a_failed_response
     with pytest.raises(openai.APIError, match="the engine is gone"):
         list(client.responses.create(model="m", input=ASKED, stream=True))
     last = json.loads(toy.streams[0].decode().strip().split("\ndata: ")[-1])
-    assert EVENTS.validate_python(last).response.error.code == "server_error"
+    assert published().validate_python(last).response.error.code == "server_error"
     assert last["type"] == "response.failed"
 
 
