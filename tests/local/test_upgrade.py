@@ -9,10 +9,11 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
+from urllib.parse import urlsplit
 
-import httpx
 import psutil
 import pytest
 
@@ -129,12 +130,18 @@ class Agent(threading.Thread):
         try:
             while not self._ends.wait(0.02):
                 try:
-                    answer = httpx.get(f"{self._url}/v1/models")
-                except httpx.TransportError:
-                    answer = httpx.get(f"{self._url}/v1/models")
-                self.statuses.append(answer.status_code)
+                    self.statuses.append(self._call())
+                except (OSError, HTTPException):
+                    self.statuses.append(self._call())
         except Exception as error:
             self.error = error
+
+    def _call(self) -> int:
+        """Its status. Not by httpx: at fifty calls a second that takes an eighth of a processor."""
+        connection = HTTPConnection(urlsplit(self._url).netloc, timeout=5)
+        with closing(connection):
+            connection.request("GET", "/v1/models")
+            return connection.getresponse().status
 
     def finish(self) -> None:
         """No call found nobody."""
