@@ -198,7 +198,7 @@ class Routes:
             try:
                 caller = self._caller(request, MODEL)
                 with self._holding(caller, request):
-                    call, _ = await self._read(request, dialect, False)
+                    call, _ = await self._read(request, caller, dialect, False)
                     tokens = await self._service.count(caller, call)
                 return web.Response(body=dialect.count(tokens), content_type="application/json")
             except Refusal as refusal:

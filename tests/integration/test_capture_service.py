@@ -377,6 +377,17 @@ class Served:
             return answer.status, await answer.json()
 
 
+def test_tokens_of_a_prompt_are_counted_over_http(processes, says):
+    async def scenario() -> tuple[int, Any]:
+        async with Served(processes) as served:
+            body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "abc"}]}
+            url, headers = f"{served.url}/v1/messages/count_tokens", {"x-api-key": served.key}
+            async with served.http.post(url, json=body, headers=headers) as answer:
+                return answer.status, await answer.json()
+
+    assert asyncio.run(scenario()) == (200, {"input_tokens": len("u:abc;")})
+
+
 def test_bodies_of_calls_under_way_are_bounded_and_room_comes_back(processes, says, monkeypatch):
     monkeypatch.setattr(routes, "MOST_HELD_OF_ONE", 1000)
 
