@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -20,13 +21,13 @@ from services.capture import metrics
 from services.capture.call import Dialect, ModelCall, Refusal
 from services.capture.dialects.anthropic import Anthropic
 from services.capture.dialects.chat import Chat
+from services.capture.dialects.fields import decoded
 from services.capture.dialects.gemini import Gemini
 from services.capture.dialects.responses import Responses
 from services.capture.history import Histories
-from services.capture.serving import Caller, Service
+from services.capture.serving import Caller, Service, not_open, refusal_of
 from services.capture.turn import Turn
 from services.state.capture.session import MODEL, REWARD, read_key
-from workers.errors import InfrastructureError
 
 log = structlog.get_logger("capture")
 
@@ -46,7 +47,11 @@ CALL_HEADER = "X-Rollout-Call"
 RETRY_HEADER = "X-Stainless-Retry-Count"
 """By which SDKs say that they repeat a call: a number above 0."""
 
+_NAME = re.compile(r"[0-9A-Za-z-]{1,64}")
+"""Of a call, as an engine and Redis may be told it."""
+
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Answering = Callable[[web.Request, Caller], Awaitable[web.StreamResponse]]
 
 
 class Posted(msgspec.Struct, forbid_unknown_fields=True):
@@ -60,27 +65,25 @@ def create_app(service: Service, secret: str, store: Any, send: Any, max_body_by
     """The application. `secret`: of the keys. `store`, `send`: how rewards are entered."""
     app = web.Application(client_max_size=max_body_bytes)
     routes = Routes(service, secret, store, send, max_body_bytes)
-    chat, responses, anthropic, gemini = Chat(), Responses(), Anthropic(), Gemini()
+    chat, anthropic, gemini = Chat(), Anthropic(), Gemini()
+    paths = {"chat/completions": chat, "responses": Responses(), "messages": anthropic}
+    models, add = routes.to(chat, routes.models), app.router.add_post
     # A program that loses headers may have its key in the path; some leave out, or double, the version.
     for prefix in ("", "/s/{key}"):
         for version in ("", "/v1"):
-            for path, dialect in (
-                ("chat/completions", chat),
-                ("responses", responses),
-                ("messages", anthropic),
-            ):
-                app.router.add_post(f"{prefix}{version}/{path}", routes.generates(dialect))
-            app.router.add_post(f"{prefix}{version}/messages/count_tokens", routes.counts(anthropic))
-            app.router.add_get(f"{prefix}{version}/models", routes.models)
-            app.router.add_get(f"{prefix}{version}/models/{{name}}", routes.models)
+            for path, dialect in paths.items():
+                add(f"{prefix}{version}/{path}", routes.generates(dialect))
+            add(f"{prefix}{version}/messages/count_tokens", routes.counts(anthropic))
+            app.router.add_get(f"{prefix}{version}/models", models)
+            app.router.add_get(f"{prefix}{version}/models/{{name}}", models)
         for version in ("v1beta", "v1", "v1alpha"):
             base = f"{prefix}/{version}/models/{{model:[^:]+}}"
-            app.router.add_post(f"{base}:generateContent", routes.generates(gemini, stream=False))
+            add(f"{base}:generateContent", routes.generates(gemini, stream=False))
             listed = routes.generates(gemini, stream=True), routes.generates(Gemini(sse=False), stream=True)
-            app.router.add_post(f"{base}:streamGenerateContent", _by_alt(*listed))
-            app.router.add_post(f"{base}:countTokens", routes.counts(gemini))
-        app.router.add_post(f"{prefix}/v1/reward", routes.reward)
-        app.router.add_post(f"{prefix}/v1/finish", routes.finish)
+            add(f"{base}:streamGenerateContent", _by_alt(*listed))
+            add(f"{base}:countTokens", routes.counts(gemini))
+        add(f"{prefix}/v1/reward", routes.to(chat, routes.reward, REWARD))
+        add(f"{prefix}/v1/finish", routes.to(chat, routes.finish, REWARD))
     app.router.add_get("/health", _health)
     app.router.add_get("/metrics", _metrics)
     return app
@@ -112,36 +115,52 @@ class Routes:
         self._histories = Histories()
         self._held: Counter[Caller] = Counter()
 
+    def to(self, dialect: Dialect, answer: Answering, kind: str = MODEL) -> Handler:
+        """A route for holders of a key of this kind, who are told errors in this dialect."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                return await answer(request, self._caller(request, kind))
+            except Exception as error:
+                refusal = refusal_of(error)
+                if refusal.kind == "internal" and refusal is not error:
+                    log.exception("a call failed", dialect=dialect.name)
+                if self._service.ending and CALL_HEADER in request.headers and request.transport:
+                    # The bridge leads a call that has no answer yet to another process, by itself.
+                    request.transport.abort()
+                headers = {"Retry-After": str(refusal.retry_after_s)} if refusal.retry_after_s else None
+                return _json(dialect.refusal(refusal), status=refusal.status, headers=headers)
+
+        return handle
+
     def generates(self, dialect: Dialect, stream: bool | None = None) -> Handler:
         """A route of model calls. `stream`: what its path says."""
 
-        async def handle(request: web.Request) -> web.StreamResponse:
-            with metrics.IN_FLIGHT.track_inprogress():
-                try:
-                    caller = self._caller(request, MODEL)
-                    with self._holding(caller, request):
-                        call, digest = await self._read(request, caller, dialect, stream)
-                        turn = await self._service.turn(
-                            caller,
-                            dialect.name,
-                            call,
-                            digest,
-                            request.headers.get(CALL_HEADER) if _is_name(request) else None,
-                            bool(request.headers.get(RETRY_HEADER, "").strip("0")),
-                        )
-                        return await self._tell(request, dialect, caller, call, turn)
-                except Refusal as refusal:
-                    if self._service.ending and CALL_HEADER in request.headers and request.transport:
-                        # The bridge leads a call that has no answer yet to another process, by itself.
-                        request.transport.abort()
-                    return _refused(dialect, refusal)
-                except InfrastructureError as error:
-                    return _refused(dialect, Refusal("unavailable", str(error), retry_after_s=2))
-                except Exception:
-                    log.exception("a call failed", dialect=dialect.name)
-                    return _refused(dialect, Refusal("internal", "capture failed; its log has more"))
+        async def answer(request: web.Request, caller: Caller) -> web.StreamResponse:
+            with metrics.IN_FLIGHT.track_inprogress(), self._holding(caller, request):
+                call, digest = await self._read(request, caller, dialect, stream)
+                name = request.headers.get(CALL_HEADER, "")
+                turn = await self._service.turn(
+                    caller,
+                    dialect.name,
+                    call,
+                    digest,
+                    name if _NAME.fullmatch(name) else None,
+                    bool(request.headers.get(RETRY_HEADER, "").strip("0")),
+                )
+                return await self._tell(request, dialect, caller, call, turn)
 
-        return handle
+        return self.to(dialect, answer)
+
+    def counts(self, dialect: Dialect) -> Handler:
+        """A route that counts the tokens of a prompt, of which nothing is entered."""
+
+        async def answer(request: web.Request, caller: Caller) -> web.StreamResponse:
+            with self._holding(caller, request):
+                call, _ = await self._read(request, caller, dialect, False)
+                return _json(dialect.count(await self._service.count(caller, call)))
+
+        return self.to(dialect, answer)
 
     async def _tell(
         self, request: web.Request, dialect: Dialect, caller: Caller, call: ModelCall, turn: Turn
@@ -152,7 +171,7 @@ class Routes:
             await asyncio.wait([turn.begun], timeout=BEGIN_S if call.stream else None)
             if not call.stream or (turn.result.done() and turn.result.exception()):
                 answer = await asyncio.shield(turn.result)
-                response = web.Response(body=dialect.answer(call, answer), content_type="application/json")
+                response = _json(dialect.answer(call, answer))
                 await response.prepare(request)
                 await _patiently(response.write_eof())
             else:
@@ -191,27 +210,8 @@ class Routes:
         await _patiently(response.write_eof())
         return response
 
-    def counts(self, dialect: Dialect) -> Handler:
-        """A route that counts the tokens of a prompt; nothing of it is kept."""
-
-        async def handle(request: web.Request) -> web.StreamResponse:
-            try:
-                caller = self._caller(request, MODEL)
-                with self._holding(caller, request):
-                    call, _ = await self._read(request, caller, dialect, False)
-                    tokens = await self._service.count(caller, call)
-                return web.Response(body=dialect.count(tokens), content_type="application/json")
-            except Refusal as refusal:
-                return _refused(dialect, refusal)
-
-        return handle
-
-    async def models(self, request: web.Request) -> web.Response:
+    async def models(self, request: web.Request, caller: Caller) -> web.Response:
         """The one model that there is, in words that OpenAI's and Anthropic's clients take."""
-        try:
-            self._caller(request, MODEL)
-        except Refusal as refusal:
-            return _refused(Chat(), refusal)
         model = {
             "id": request.match_info.get("name", MODEL_NAME),
             "object": "model",
@@ -225,41 +225,16 @@ class Routes:
             return web.json_response(model)
         return web.json_response({"object": "list", "data": [model], "has_more": False})
 
-    async def reward(self, request: web.Request) -> web.Response:
+    async def reward(self, request: web.Request, caller: Caller) -> web.Response:
         """The score that an external program gives its own rollout."""
-        try:
-            caller = self._caller(request, REWARD)
-            try:
-                posted = msgspec.json.decode(await self._body(request), type=Posted)
-            except msgspec.MsgspecError as error:
-                raise Refusal("invalid", f"reward: {error}") from error
-            values = (posted.reward, *posted.components.values())
-            if not all(abs(value) < float("inf") for value in values):
-                raise Refusal("invalid", "reward: a number is not finite")
-            call = self._store.reward(caller.rollout_id, caller.attempt, posted.reward, posted.components)
-            return self._entered(await self._send(call))
-        except Refusal as refusal:
-            return _refused(Chat(), refusal)
+        posted = decoded(await self._body(request), Posted, "body")
+        if not all(map(math.isfinite, (posted.reward, *posted.components.values()))):
+            raise Refusal("invalid", "reward: a number is not finite")
+        return _entered(await self._send(self._store.reward(*caller, posted.reward, posted.components)))
 
-    async def finish(self, request: web.Request) -> web.Response:
+    async def finish(self, request: web.Request, caller: Caller) -> web.Response:
         """An external program says that it is done; the handler scores, unless a reward was posted."""
-        try:
-            caller = self._caller(request, REWARD)
-            return self._entered(await self._send(self._store.finish(caller.rollout_id, caller.attempt)))
-        except Refusal as refusal:
-            return _refused(Chat(), refusal)
-
-    def _entered(self, answer: dict[str, Any]) -> web.Response:
-        match answer["word"]:
-            case "ok" | "again":
-                return web.json_response({"accepted": answer["word"] == "ok"})
-            case "forbidden":
-                raise Refusal("unauthorized", "only the harness `external` posts a reward")
-            case "early":
-                raise Refusal("unavailable", "this rollout is not in RUN yet", retry_after_s=5)
-            case "unknown":
-                raise Refusal("unauthorized", "this key is of no rollout that is known here")
-        raise Refusal("ended", "this attempt of the rollout has ended")
+        return _entered(await self._send(self._store.finish(*caller)))
 
     async def _read(
         self, request: web.Request, caller: Caller, dialect: Dialect, stream: bool | None
@@ -313,8 +288,9 @@ class Routes:
             metrics.REFUSED.labels("key").inc()
             other = "" if found is None else f", but one for the {found[0]}"
             raise Refusal("unauthorized", f"this is no key for the {kind} of a rollout{other}")
-        structlog.contextvars.bind_contextvars(rollout_id=found[1], attempt=found[2])
-        return Caller(found[1], found[2])
+        caller = Caller(*found[1:])
+        structlog.contextvars.bind_contextvars(**caller._asdict())
+        return caller
 
 
 def _key(request: web.Request) -> str:
@@ -330,21 +306,24 @@ def _key(request: web.Request) -> str:
     )
 
 
-def _is_name(request: web.Request) -> bool:
-    """Whether a call has a name that an engine and Redis may be told."""
-    return re.fullmatch(r"[0-9A-Za-z-]{1,64}", request.headers.get(CALL_HEADER, "")) is not None
-
-
 def _digest(dialect: Dialect, request: web.Request, body: bytes) -> bytes:
     """Of a call: the same for a repetition, in whatever order headers come."""
     text = f"{dialect.name} {request.match_info.get('model', '')} {request.path.rpartition(':')[2]}\n"
     return hashlib.blake2b(text.encode() + body, digest_size=16).digest()
 
 
-def _refused(dialect: Dialect, refusal: Refusal) -> web.Response:
-    headers = {"Retry-After": str(refusal.retry_after_s)} if refusal.retry_after_s else None
-    body = dialect.refusal(refusal)
-    return web.Response(body=body, status=refusal.status, headers=headers, content_type="application/json")
+def _entered(answer: dict[str, Any]) -> web.Response:
+    match answer["word"]:
+        case "ok" | "again" as word:
+            return web.json_response({"accepted": word == "ok"})
+        case "forbidden":
+            raise Refusal("unauthorized", "only the harness `external` posts a reward")
+        case word:
+            raise not_open(word)
+
+
+def _json(body: bytes, **more: Any) -> web.Response:
+    return web.Response(body=body, content_type="application/json", **more)
 
 
 async def _patiently(writing: Awaitable[None]) -> None:

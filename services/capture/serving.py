@@ -12,11 +12,11 @@ import hashlib
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
@@ -35,6 +35,7 @@ from services.engines.base import Completion, SampleRequest
 from services.state.capture.nodes import ROOT, Node, decode, encode
 from services.state.capture.session import Session
 from services.state.capture.store import CaptureStore
+from services.state.scripts import Call
 from services.state.turns.entries import to_json
 from workers.agent.codec import load_codec, takeover_obstacle
 from workers.agent.formats import Codec, CodecError
@@ -70,10 +71,18 @@ MOST_STOPPED = 20
 STOPPED = "The budget of this task is used up. Stopping here."
 
 
+class Caller(NamedTuple):
+    """Whose call it is, by its key."""
+
+    rollout_id: str
+    attempt: int
+
+
 @dataclass
 class Known:
     """What a process keeps of a session."""
 
+    caller: Caller
     session: Session
     sampling: SamplingParams
     first: Backend
@@ -92,11 +101,16 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Caller:
-    """Whose call it is, by its key."""
+class Begun:
+    """A call that this process is to answer."""
 
-    rollout_id: str
-    attempt: int
+    known: Known
+    turn: Turn
+    call: ModelCall
+    dialect: str
+    body: bytes
+    answer: dict[str, Any]
+    """What Redis said of it."""
 
 
 class Service:
@@ -168,12 +182,12 @@ class Service:
 
     def told(self, caller: Caller, turn: Turn) -> None:
         """The program has got the whole answer."""
-        self._task(self._placements.send(self._store.told(*_ids(caller), turn.call_id)))
+        self._task(self._send(self._store.told, caller, turn.call_id))
 
     def orphan(self, caller: Caller, turn: Turn) -> None:
         """The program went away before. The turn goes on, for it may come again."""
         metrics.GONE.inc()
-        self._task(self._placements.send(self._store.orphan(*_ids(caller), turn.call_id)))
+        self._task(self._send(self._store.orphan, caller, turn.call_id))
 
     async def count(self, caller: Caller, call: ModelCall) -> int:
         """Ids of a call's prompt."""
@@ -190,10 +204,21 @@ class Service:
 
     async def _looked_up(self, caller: Caller) -> Known:
         """A session as it is now."""
-        answer = await self._placements.send(self._store.look(*_ids(caller)))
-        known = self._know(caller, self._session(answer))
-        await self._read(caller, known, answer["nodes"])
+        answer = await self._look(caller)
+        known = self._know(caller, answer)
+        await self._read(known, answer["nodes"])
         return known
+
+    async def _look(self, caller: Caller) -> dict[str, Any]:
+        """What Redis says of a session that may be called."""
+        answer = await self._send(self._store.look, caller)
+        if answer["word"] != "ok":
+            raise not_open(answer["word"])
+        return answer
+
+    async def _send(self, call: Callable[..., Call], caller: Caller, *args: Any, **more: Any) -> Any:
+        """Ask Redis something of the store's for a caller."""
+        return await self._placements.send(call(*caller, *args, **more))
 
     def _task(self, work: Awaitable[Any]) -> asyncio.Task[Any]:
         task = asyncio.ensure_future(work)
@@ -205,17 +230,10 @@ class Service:
     async def _open(
         self, caller: Caller, dialect: str, call: ModelCall, body: bytes, call_id: str, retry: bool
     ) -> Turn:
-        begin = partial(
-            self._store.begin,
-            *_ids(caller),
-            body=body.hex(),
-            retry=retry,
-            process=self.process,
-            call_id=call_id,
-        )
-        ends = time.monotonic() + EARLY_S
+        ends, waited = time.monotonic() + EARLY_S, False
+        begin = partial(self._store.begin, body=body.hex(), process=self.process, call_id=call_id)
         while True:
-            answer = await self._placements.send(begin())
+            answer = await self._send(begin, caller, retry=None if waited else retry)
             word = answer["word"]
             if word == "joined":
                 if turn := self._turns.get((caller, answer["call"])):
@@ -223,11 +241,9 @@ class Service:
                     return turn
                 if answer["process"] == self.process:
                     # Redis was not told that it was refused.
-                    await self._placements.send(self._store.fail(*_ids(caller), answer["call"], "internal"))
-                begin = partial(begin, retry=None)
-            if word == "early" and time.monotonic() > ends:
-                raise Refusal("unavailable", "this rollout is not in RUN yet", retry_after_s=5)
-            if word not in ("joined", "early"):
+                    await self._send(self._store.fail, caller, answer["call"], "internal")
+                waited = True
+            elif word != "early" or time.monotonic() > ends:
                 break
             await asyncio.sleep(LOOK_S)
         if word == "limit":
@@ -235,35 +251,24 @@ class Service:
         if word == "again":
             metrics.JOINED.inc()
             return await self._replay(caller, answer["call"], answer["node"])
-        known = self._know(caller, self._session(answer))
+        if word != "ok":
+            raise not_open(word)
+        known = self._know(caller, answer)
         if known.running >= MOST_AT_ONCE:
-            await self._placements.send(self._store.fail(*_ids(caller), answer["call"], "busy"))
+            await self._send(self._store.fail, caller, answer["call"], "busy")
             raise Refusal("busy", f"{known.running} calls of this rollout are under way", retry_after_s=1)
         turn = self._turns[caller, answer["call"]] = Turn(answer["call"])
-        self._task(self._serve(caller, known, turn, dialect, call, body, answer))
+        self._task(self._serve(Begun(known, turn, call, dialect, body, answer)))
         return turn
 
-    def _session(self, answer: dict[str, Any]) -> Session:
-        """The session of an answer of Redis'.
-
-        Raises:
-            Refusal: There is none that may be called.
-        """
-        match answer["word"]:
-            case "ended":
-                raise Refusal("ended", "this attempt of the rollout has ended, and its key with it")
-            case "unknown":
-                raise Refusal("unauthorized", "this key is of no rollout that is known here")
-            case "early":
-                raise Refusal("unavailable", "this rollout is not in RUN yet", retry_after_s=5)
-        return msgspec.json.decode(answer["session"], type=Session)
-
-    def _know(self, caller: Caller, session: Session) -> Known:
+    def _know(self, caller: Caller, answer: dict[str, Any]) -> Known:
+        """What is kept of the session that Redis tells of."""
         known = self._known.get(caller)
         if known is None:
+            session = msgspec.json.decode(answer["session"], type=Session)
             backend = Backend.model_validate_json(session.backend)
             sampling = SamplingParams.model_validate_json(session.sampling)
-            known = self._known[caller] = Known(session, sampling, backend, backend)
+            known = self._known[caller] = Known(caller, session, sampling, backend, backend)
             while len(self._known) > MOST_SESSIONS:
                 self._known.popitem(last=False)
         self._known.move_to_end(caller)
@@ -293,60 +298,53 @@ class Service:
         turn.end(_answer(node, turn))
         return turn
 
-    async def _serve(
-        self, caller: Caller, known: Known, turn: Turn, dialect: str, call: ModelCall, body: bytes,
-        begun: dict[str, Any],
-    ) -> None:  # fmt: skip
+    async def _serve(self, begun: Begun) -> None:
+        known, turn = begun.known, begun.turn
+        structlog.contextvars.bind_contextvars(**known.caller._asdict(), call=turn.call_id)
         known.running += 1
         began, kind = time.monotonic(), "ok"
         refusal = Refusal("unavailable", "this process ends", retry_after_s=1)
         try:
-            with structlog.contextvars.bound_contextvars(
-                rollout_id=caller.rollout_id, attempt=caller.attempt, call=turn.call_id
-            ):
-                turn.end(await self._answered(caller, known, turn, dialect, call, body, begun))
+            turn.end(await self._answered(begun))
         except asyncio.CancelledError:
             kind = "cancelled"
-            await self._placements.send(self._store.fail(*_ids(caller), turn.call_id, "unavailable"))
+            await self._send(self._store.fail, known.caller, turn.call_id, "unavailable")
             raise
         except Exception as error:
-            refusal = _refusal(error)
+            refusal = refusal_of(error)
             kind = refusal.kind
             write = log.info if isinstance(error, Refusal) else log.warning
             trace = error if kind == "internal" and not isinstance(error, ModelError) else None
-            names = {"rollout_id": caller.rollout_id, "attempt": caller.attempt, "call": turn.call_id}
-            write("call refused", **names, kind=kind, error=str(error), exc_info=trace)
+            write("call refused", kind=kind, error=str(error), exc_info=trace)
             if kind != "ended":
-                await self._placements.send(self._store.fail(*_ids(caller), turn.call_id, kind))
+                await self._send(self._store.fail, known.caller, turn.call_id, kind)
         finally:
             # However it ended: who listens must not do so for ever.
             turn.end(refusal)
             known.running -= 1
-            self._turns.pop((caller, turn.call_id), None)
-            metrics.CALLS.labels(dialect, kind).inc()
+            self._turns.pop((known.caller, turn.call_id), None)
+            metrics.CALLS.labels(begun.dialect, kind).inc()
             metrics.SECONDS.observe(time.monotonic() - began)
 
-    async def _answered(
-        self, caller: Caller, known: Known, turn: Turn, dialect: str, call: ModelCall, body: bytes,
-        begun: dict[str, Any],
-    ) -> Answer:  # fmt: skip
+    async def _answered(self, begun: Begun) -> Answer:
+        known, turn, call = begun.known, begun.turn, begun.call
         _check_size(known, call)
         codec = await self._codec(known)
-        await self._read(caller, known, begun["nodes"])
+        await self._read(known, begun.answer["nodes"])
         tree = known.tree
         async with known.rendering:
             made = await self._prompts.of(tree, codec, call)
         prompt, place = made.ids, made.place
-        request = self._request(known, codec, turn, call, prompt, place, begun["sampled"])
+        request = self._request(begun, codec, prompt, place)
         turn.prompt_tokens = len(prompt)
         turn.begun.set_result(None)
         shown = Shown(turn, codec, prompt) if call.stream else None
         Shown.live += call.stream
         try:
-            completion = await self._sample(caller, known, request, shown, begun)
+            completion = await self._sample(begun, request, shown)
         finally:
             Shown.live -= call.stream
-        known_backend = f"{known.backend.engine} {known.backend.id}"
+        backend = f"{known.backend.engine} {known.backend.id}"
         message = told(codec, prompt, completion, shown and turn)
         root = place.parent == ROOT
         (metrics.BRANCHES if root else metrics.ATTACHED).inc()
@@ -362,16 +360,16 @@ class Service:
             completion.spans,
             completion.finish_reason,
             message.model_dump_json(exclude_defaults=True),
-            dialect,
-            known_backend,
+            begun.dialect,
+            backend,
             call.asked | ({"max_tokens": call.max_tokens} if call.max_tokens else {}),
-            body,
+            begun.body,
             completion.cached_tokens,
             completion.routed_experts,
             codec.digest if root else "",
         )
         metrics.TOKENS.inc(len(completion.token_ids))
-        return _answer(await self._write(caller, known, tree, node), turn)
+        return _answer(await self._write(known, tree, node), turn)
 
     # -- its prompt --------------------------------------------------------------------------
 
@@ -385,7 +383,7 @@ class Service:
                 gc.freeze()
         return known.codec
 
-    async def _read(self, caller: Caller, known: Known, length: int) -> None:
+    async def _read(self, known: Known, length: int) -> None:
         """Have at least so many nodes of the tree here."""
         while len(known.tree.nodes) < length:
             async with known.reading:
@@ -393,7 +391,7 @@ class Service:
                 if len(here) >= length:
                     break
                 last = max(0, len(here) - 1)
-                stored = decode(await ask(self._store.nodes, *_ids(caller), last))
+                stored = decode(await ask(self._store.nodes, *known.caller, last))
                 if known.tree is not tree:
                     continue
                 if here and (not stored or stored[0].call_id != here[last].call_id):
@@ -406,15 +404,13 @@ class Service:
                 if len(here) < length:
                     raise InfrastructureError(f"{length} turns were written and are not there any more")
 
-    def _request(
-        self, known: Known, codec: Codec, turn: Turn, call: ModelCall, prompt: list[int], place: Attachment,
-        sampled: int,
-    ) -> SampleRequest:  # fmt: skip
+    def _request(self, begun: Begun, codec: Codec, prompt: list[int], place: Attachment) -> SampleRequest:
         """What to sample.
 
         Raises:
             Refusal: The context has no room for a turn.
         """
+        known, call = begun.known, begun.call
         most = known.first.max_model_len
         room = most - len(prompt)
         if room < min(LEAST_ROOM, most // 8, call.max_tokens or LEAST_ROOM):
@@ -424,10 +420,11 @@ class Service:
                 tokens=len(prompt),
                 most_tokens=most,
             )
-        left = None if known.session.most_sampled is None else known.session.most_sampled - sampled
+        budget = known.session.most_sampled
+        left = None if budget is None else budget - begun.answer["sampled"]
         bounds = (room, call.max_tokens, known.sampling.max_tokens, left)
         return SampleRequest(
-            turn.call_id,
+            begun.turn.call_id,
             prompt,
             max(1, min(bound for bound in bounds if bound is not None)),
             known.sampling,
@@ -440,18 +437,16 @@ class Service:
 
     # -- its answer --------------------------------------------------------------------------
 
-    async def _sample(
-        self, caller: Caller, known: Known, request: SampleRequest, shown: Shown | None,
-        begun: dict[str, Any],
-    ) -> Completion:  # fmt: skip
+    async def _sample(self, begun: Begun, request: SampleRequest, shown: Shown | None) -> Completion:
         """Ask the engine, under the fence of whichever worker holds the rollout now."""
-        session, ends = known.session, time.monotonic() + TAKEOVER_S
+        known, fence, ends = begun.known, begun.answer["fence"], time.monotonic() + TAKEOVER_S
+        session = known.session
         while True:
             router = BackendRouter(
-                caller.rollout_id,
+                known.caller.rollout_id,
                 self._placements,
                 self._http,
-                fence=begun["fence"],
+                fence=fence,
                 policy_version=session.policy_version,
                 wait_s=session.backend_wait_s,
             )
@@ -462,19 +457,18 @@ class Service:
                 if time.monotonic() > ends or (shown and shown.ids):
                     raise
                 await asyncio.sleep(LOOK_S)
-                begun = await self._placements.send(self._store.look(*_ids(caller)))
-                self._session(begun)
+                fence = (await self._look(known.caller))["fence"]
             else:
                 known.backend = router.backend or known.backend
                 return completion
 
-    async def _write(self, caller: Caller, known: Known, tree: Tree, node: Node) -> Node:
+    async def _write(self, known: Known, tree: Tree, node: Node) -> Node:
         """Enter a turn whose prompt is of this tree. The first answer to a call is its turn.
 
         Raises:
             Refusal: The attempt has ended.
         """
-        place, node = await self._enter(caller, tree, node)
+        place, node = await self._enter(known.caller, tree, node)
         if place == len(tree.nodes):
             tree.add(node)
         elif place < len(tree.nodes) and tree.nodes[place].call_id != node.call_id:
@@ -492,15 +486,14 @@ class Service:
             if parent != ROOT:
                 more["parent_call"] = tree.nodes[parent].call_id
                 node = msgspec.structs.replace(node, parent=places.get(parent, parent))
-            sampled = len(node.sampled) // 4
-            call = self._store.add(*_ids(caller), node.call_id, encode(node), node.parent, sampled, **more)
-            while (answer := await self._placements.send(call))["word"] == "early":
+            entry = (node.call_id, encode(node), node.parent, len(node.sampled) // 4)
+            while (answer := await self._send(self._store.add, caller, *entry, **more))["word"] == "early":
                 # RUN opens a session again whose opening was lost.
                 if time.monotonic() > ends:
-                    raise Refusal("unavailable", "this rollout is not in RUN any more", retry_after_s=5)
+                    break
                 await asyncio.sleep(LOOK_S)
             if answer["word"] not in ("ok", "behind"):
-                raise Refusal("ended", "this attempt of the rollout has ended")
+                raise not_open(answer["word"])
             return answer
 
         while (answer := await add(node))["word"] == "behind":
@@ -513,7 +506,7 @@ class Service:
                 else:
                     at = tree.nodes[at].parent
         if answer["other"]:
-            (stored, *_) = await ask(self._store.nodes, *_ids(caller), answer["node"])
+            (stored, *_) = await ask(self._store.nodes, *caller, answer["node"])
             (node,) = decode([stored])
         return answer["node"], node
 
@@ -528,11 +521,17 @@ def _answer(node: Node, turn: Turn) -> Answer:
     )
 
 
-def _ids(caller: Caller) -> tuple[str, int]:
-    return caller.rollout_id, caller.attempt
+def not_open(word: str) -> Refusal:
+    """What a program is told where Redis answers that its session may not be called; see `CaptureStore`."""
+    match word:
+        case "unknown":
+            return Refusal("unauthorized", "this key is of no rollout that is known here")
+        case "early":
+            return Refusal("unavailable", "this rollout is not in RUN yet", retry_after_s=5)
+    return Refusal("ended", "this attempt of the rollout has ended, and its key with it")
 
 
-def _refusal(error: Exception) -> Refusal:
+def refusal_of(error: Exception) -> Refusal:
     """What a program is told of an error."""
     match error:
         case Refusal():
@@ -545,10 +544,7 @@ def _refusal(error: Exception) -> Refusal:
 
 
 def _check_size(known: Known, call: ModelCall) -> None:
-    """
-    Raises:
-        Refusal: The context has no room for a call of so many bytes, however it is rendered.
-    """
+    """Refuse a call of so many bytes that the context has no room for it, however it is rendered."""
     most = known.first.max_model_len
     if call.size > MOST_BYTES_OF_AN_ID * most:
         tokens = call.size // 4
