@@ -9,7 +9,6 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -245,7 +244,7 @@ class Routes:
         model = request.match_info.get("model", "")
         call = dialect.read(body, model=model, stream=stream, recent=recent)
         self._histories.keep((caller, dialect.name), call.history, len(body))
-        return replace(call, size=len(body)), _digest(dialect, request, body)
+        return call, _digest(dialect, request, body)
 
     @contextmanager
     def _holding(self, caller: Caller, request: web.Request) -> Iterator[None]:

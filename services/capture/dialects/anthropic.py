@@ -180,7 +180,7 @@ class Anthropic(WireDialect):
     name = "anthropic"
     _stream = _AnthropicStream
 
-    def _read(self, fields: Fields, model: str, stream: bool | None) -> ModelCall:
+    def _read(self, fields: Fields) -> ModelCall:
         system = text_of(fields.take("system", Content), "system")
         lead = [message("system", _BILLING.sub("", system))]
         entries = fields.take("messages", list[Raw], [])
@@ -195,7 +195,7 @@ class Anthropic(WireDialect):
         if fields.inner("tool_choice").take("type", str) == "none":
             tools = []
         limit = fields.most_tokens("max_tokens")
-        return self._call(fields, model, history, tools=tools, max_tokens=limit, asked=fields.asked(_ASKED))
+        return self._call(fields, history, tools=tools, max_tokens=limit, asked=fields.asked(_ASKED))
 
     def answer(self, call: ModelCall, answer: Answer) -> bytes:
         content = [_block(kind, text, _SIGNATURE) for kind, text in told(answer)]

@@ -91,6 +91,10 @@ def _tools(fields: Fields) -> list[dict[str, Any]]:
     return [] if fields.take("tool_choice", Any) == "none" else tools
 
 
+def _head(kind: str, call: ModelCall, call_id: str, created: int) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{call_id}", "object": kind, "created": created, "model": call.model}
+
+
 def _usage(answer: Answer) -> dict[str, Any]:
     return {
         "prompt_tokens": answer.prompt_tokens,
@@ -122,20 +126,19 @@ class _ChatStream(WireStream):
         out += self._chunk({}, finish=answer.finish)
         options = self._call.asked.get("stream_options")
         if isinstance(options, dict) and options.get("include_usage"):
-            out += event(self._head() | {"choices": [], "usage": _usage(answer)})
+            out += self._event([], usage=_usage(answer))
         return out + b"data: [DONE]\n\n"
 
     @staticmethod
     def error(refusal: Refusal) -> Any:
         return {"error": openai_error(refusal)}
 
-    def _head(self) -> dict[str, Any]:
-        told = {"object": "chat.completion.chunk", "created": self._created, "model": self._call.model}
-        return {"id": f"chatcmpl-{self._call_id}"} | told
-
     def _chunk(self, delta: dict[str, Any], finish: str | None = None) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
-        return event(self._head() | {"choices": [choice]})
+        return self._event([{"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}])
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        head = _head("chat.completion.chunk", self._call, self._call_id, self._created)
+        return event(head | {"choices": choices} | more)
 
 
 class Chat(WireDialect):
@@ -144,23 +147,23 @@ class Chat(WireDialect):
     name = "chat"
     _stream = _ChatStream
 
-    def _read(self, fields: Fields, model: str, stream: bool | None) -> ModelCall:
+    def _read(self, fields: Fields) -> ModelCall:
         fields.only("n", 1)
         fields.only("modalities", ["text"])
         fields.inner("response_format").only("type", "text")
         fields.refuse(_REFUSED)
         entries = fields.take("messages", list[Raw], [])
+        history = conversation(fields.recent, entries, _messages, where="messages")
         limit = fields.most_tokens("max_completion_tokens", "max_tokens")
-        given = conversation(fields.recent, entries, _messages, where="messages")
-        tools = _tools(fields)
-        return self._call(fields, model, given, tools=tools, max_tokens=limit, asked=fields.asked(_ASKED))
+        asked = fields.asked(_ASKED)
+        return self._call(fields, history, tools=_tools(fields), max_tokens=limit, asked=asked)
 
     def answer(self, call: ModelCall, answer: Answer) -> bytes:
-        said: dict[str, Any] = {"role": "assistant", "content": answer.message.text or None, "refusal": None}
+        said = {"role": "assistant", "content": answer.message.text or None, "refusal": None}
         if answer.message.reasoning:
             said["reasoning_content"] = answer.message.reasoning
         if calls := _calls(answer):
             said["tool_calls"] = calls
-        told = {"id": f"chatcmpl-{answer.call_id}", "object": "chat.completion", "model": call.model}
         choice = {"index": 0, "message": said, "logprobs": None, "finish_reason": answer.finish}
-        return encoded(told | {"created": answer.created, "choices": [choice], "usage": _usage(answer)})
+        head = _head("chat.completion", call, answer.call_id, answer.created)
+        return encoded(head | {"choices": [choice], "usage": _usage(answer)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar
 
@@ -150,13 +151,15 @@ class WireDialect(Dialect):
         recent: Iterable[History] = (),
     ) -> ModelCall:
         try:
-            return self._read(Fields(body, recent=recent), model, stream)
+            call = self._read(Fields(body, recent=recent))
         except Refusal:
             # A program of JavaScript that cut a text in the middle of a pair sends half of it.
             mended = _ESCAPE.sub(lambda found: rb"\ufffd" if found[1] else found[0], body)
             if mended == body:
                 raise
-            return self._read(Fields(mended), model, stream)
+            call = self._read(Fields(mended))
+        stream = call.stream if stream is None else stream
+        return replace(call, model=model or call.model, stream=stream, size=len(body))
 
     def stream(self, call: ModelCall, call_id: str, created: int, prompt_tokens: int) -> Stream:
         return self._stream(call, call_id, created, prompt_tokens)
@@ -165,9 +168,9 @@ class WireDialect(Dialect):
         return encoded(self._stream.error(refusal))
 
     @abstractmethod
-    def _read(self, fields: Fields, model: str, stream: bool | None) -> ModelCall: ...
+    def _read(self, fields: Fields) -> ModelCall: ...
 
-    def _call(self, fields: Fields, model: str, history: History, **read: Any) -> ModelCall:
+    def _call(self, fields: Fields, history: History, **read: Any) -> ModelCall:
         """A call of which the body tells model and stream."""
-        model, stream = fields.take("model", str, model), fields.take("stream", bool, False)
+        model, stream = fields.take("model", str, ""), fields.take("stream", bool, False)
         return ModelCall(history.messages, model=model, stream=stream, history=history, **read)

@@ -241,7 +241,7 @@ class Gemini(WireDialect):
         self._stream = _GeminiStream if sse else _ListStream
         self.stream_type = "text/event-stream" if sse else "application/json"
 
-    def _read(self, fields: Fields, model: str, stream: bool | None) -> ModelCall:
+    def _read(self, fields: Fields) -> ModelCall:
         if fields.has("generateContentRequest"):  # of countTokens
             fields = fields.inner("generateContentRequest")
         config = fields.inner("generationConfig")
@@ -255,15 +255,9 @@ class Gemini(WireDialect):
         entries = fields.take("contents", list[Raw], [])
         history = conversation(fields.recent, entries, _messages, where="contents", lead=lead, merge=True)
         _pair(history)
-        return ModelCall(
-            messages=history.messages,
-            history=history,
-            tools=_tools(fields),
-            max_tokens=config.most_tokens("maxOutputTokens"),
-            stream=bool(stream),
-            model=model or fields.take("model", str, ""),
-            asked=config.asked(_ASKED) | fields.asked("toolConfig"),
-        )
+        limit = config.most_tokens("maxOutputTokens")
+        asked = config.asked(_ASKED) | fields.asked("toolConfig")
+        return self._call(fields, history, tools=_tools(fields), max_tokens=limit, asked=asked)
 
     def answer(self, call: ModelCall, answer: Answer) -> bytes:
         parts = [_part(kind, text) for kind, text in told(answer)] + _calls(answer)

@@ -247,7 +247,7 @@ class Responses(WireDialect):
     name = "responses"
     _stream = _ResponsesStream
 
-    def _read(self, fields: Fields, model: str, stream: bool | None) -> ModelCall:
+    def _read(self, fields: Fields) -> ModelCall:
         fields.refuse(_REFUSED)
         if "message.output_text.logprobs" in fields.take("include", list[str], []):
             raise invalid("include", "log-probs are not told here")
@@ -260,7 +260,7 @@ class Responses(WireDialect):
         tools, known = _tools(fields)
         known |= fields.asked(_ASKED)
         limit = fields.most_tokens("max_output_tokens")
-        return self._call(fields, model, history, tools=tools, max_tokens=limit, asked=known)
+        return self._call(fields, history, tools=tools, max_tokens=limit, asked=known)
 
     def answer(self, call: ModelCall, answer: Answer) -> bytes:
         items = [_said(kind, answer.call_id, text) for kind, text in told(answer)]

@@ -60,11 +60,8 @@ def openai_error(refusal: Refusal) -> dict[str, Any]:
 
 def told(answer: Answer) -> list[tuple[Kind, str]]:
     """What was thought and what was said, where there is any."""
-    texts: list[tuple[Kind, str]] = [
-        ("reasoning", answer.message.reasoning or ""),
-        ("text", answer.message.text),
-    ]
-    return [(kind, text) for kind, text in texts if text]
+    said: dict[Kind, str] = {"reasoning": answer.message.reasoning or "", "text": answer.message.text}
+    return [(kind, text) for kind, text in said.items() if text]
 
 
 class WireStream(Stream):
@@ -106,8 +103,9 @@ class WireStream(Stream):
 
     def end(self, answer: Answer) -> bytes:
         out = b""
-        for kind, whole in (("reasoning", answer.message.reasoning or ""), ("text", answer.message.text)):
-            sent = self._sent(kind)
+        wholes = dict(told(answer))
+        for kind in self._pieces:
+            whole, sent = wholes.get(kind, ""), self._sent(kind)
             if not whole.startswith(sent):
                 raise ValueError(f"call {self._call_id}: what was streamed is no beginning of its answer")
             out += self._more(kind, whole[len(sent) :])
