@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 from rollout.trajectory import Message
 from services.capture import metrics
@@ -108,24 +107,15 @@ def told(codec: Codec, prompt: list[int], completion: Completion, shown: Turn | 
     `shown`: the turn that was shown while it was sampled; what was said is not taken back.
     """
     parsed = codec.parse(prompt, completion.token_ids)
+    text = codec.text_of(completion.token_ids) if parsed.malformed else parsed.message.text
+    reasoning = parsed.message.reasoning
+    if shown and not (text.startswith(shown.text) and (reasoning or "").startswith(shown.reasoning)):
+        metrics.MISSHOWN.inc()
+        text, reasoning = shown.text, shown.reasoning or None
     # Programs drop a call whose id they have seen, and some formats count from 0 in each turn.
     name = completion.call_id.replace("-", "")[-16:]
     calls = [
         call.model_copy(update={"id": f"call_{name}{number}"})
         for number, call in enumerate(parsed.message.tool_calls)
     ]
-    message = parsed.message.model_copy(update={"tool_calls": calls})
-    if parsed.malformed:
-        message = message.model_copy(update={"content": _parts(codec.text_of(completion.token_ids))})
-    if shown is None:
-        return message
-    if not (message.text.startswith(shown.text) and (message.reasoning or "").startswith(shown.reasoning)):
-        metrics.MISSHOWN.inc()
-        message = message.model_copy(
-            update={"content": _parts(shown.text), "reasoning": shown.reasoning or None}
-        )
-    return message
-
-
-def _parts(text: str) -> list[Any]:
-    return Message(role="assistant", content=text).content
+    return Message(role="assistant", content=text, reasoning=reasoning, tool_calls=calls)

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rollout.schema import EXTERNAL, RolloutRequest, Stage
-from rollout.trajectory import FinishReason, Message
+from rollout.trajectory import FinishReason
 from sandbox.client import ExecResult
 from sandbox.spec import BindSpec
 from services.capture.chains import build
@@ -76,12 +76,8 @@ class Driven(AgentHandler[Any]):
         except UnknownHarness as error:
             raise TaskError(f"agent.harness: {error}") from error
 
-    def _has_opening(self) -> bool:
-        its = type(self._inner)
-        return its.prompt is not AgentHandler.prompt or its.opening is not AgentHandler.opening
-
     async def init(self, ctx: InitContext[Any]) -> None:
-        """INIT: as the handler has it, and a sandbox in any case; the program's pack is shown in it."""
+        """INIT: as the handler has it; where a program is started a sandbox in any case, with its pack."""
         if self._agent.harness == EXTERNAL:
             await self._inner.init(ctx)
             return
@@ -89,7 +85,8 @@ class Driven(AgentHandler[Any]):
             raise InfrastructureError(
                 "no capture service is set up, which programs call the model by: ROLLOUT_CAPTURE_URL"
             )
-        if not self._has_opening():
+        its = type(self._inner)
+        if its.prompt is AgentHandler.prompt and its.opening is AgentHandler.opening:
             missing = "has neither `prompt` nor `opening`, so there is nothing to tell a program"
             raise TaskError(f"agent: handler {self.name!r} {missing}")
         harness = self._harness()
@@ -174,20 +171,27 @@ class Driven(AgentHandler[Any]):
         address = urlsplit(self._settings.capture_url)
         secret = await ask(store.secret)
         async with ctx.sandbox.tunnel(address.hostname or "127.0.0.1", address.port or 80) as tunnel:
-            key = key_of(secret, MODEL, ctx.rollout_id, ctx.attempt)
-            job = self._job(ctx, await self._inner.opening(ctx), tunnel.port, key, context_tokens, ends_in_s)
+            name = hashlib.sha256(ctx.rollout_id.encode()).hexdigest()[:12]
+            job = Job(
+                instruction="\n\n".join(message.text for message in await self._inner.opening(ctx)),
+                base_url=f"http://127.0.0.1:{tunnel.port}",
+                key=key_of(secret, MODEL, ctx.rollout_id, ctx.attempt),
+                model="policy",
+                home=f"/tmp/agent-{name}",
+                workspace="/workspace",
+                context_tokens=context_tokens,
+                timeout_s=ends_in_s,
+                command=self._agent.command,
+                env=self._agent.env,
+            )
             try:
                 launch = self._harness().launch(job)
             except ValueError as error:
                 raise TaskError(f"agent: {self._agent.harness}: {error}") from error
             for path, text in launch.files.items():
                 await ctx.sandbox.write_file(path, text)
-            result = await ctx.sandbox.exec(
-                list(launch.argv),
-                ends_in_s,
-                env={"HOME": job.home, **launch.env},
-                merge_output=True,
-            )
+            env = {"HOME": job.home, **launch.env}
+            result = await ctx.sandbox.exec(list(launch.argv), ends_in_s, env=env, merge_output=True)
             unanswered, cut_off = await tunnel.led()
         ctx.artifacts[OUTPUT] = result.stdout
         await self._keep_transcripts(ctx, launch, job.home)
@@ -199,24 +203,6 @@ class Driven(AgentHandler[Any]):
             await asyncio.sleep(MISSED_S)
             summary = await _summary(ctx, store)
         return self._ended(ctx, result, summary, unanswered, cut_off)
-
-    def _job(
-        self, ctx: RunContext[Any], messages: list[Message], port: int, key: str, context_tokens: int,
-        timeout_s: float,
-    ) -> Job:  # fmt: skip
-        name = hashlib.sha256(ctx.rollout_id.encode()).hexdigest()[:12]
-        return Job(
-            instruction="\n\n".join(message.text for message in messages),
-            base_url=f"http://127.0.0.1:{port}",
-            key=key,
-            model="policy",
-            home=f"/tmp/agent-{name}",
-            workspace="/workspace",
-            context_tokens=context_tokens,
-            timeout_s=timeout_s,
-            command=self._agent.command,
-            env=self._agent.env,
-        )
 
     def _ended(
         self, ctx: RunContext[Any], result: ExecResult, summary: Summary, unanswered: int, cut_off: bool
@@ -244,9 +230,7 @@ class Driven(AgentHandler[Any]):
                 f"{name} ended ({result.exit_code}) after a call of the model that failed for no fault of its"
             )
         if not summary.calls:
-            how = (
-                f"exit code {result.exit_code}" if result.exit_code is not None else "a time limit or signal"
-            )
+            how = "a time limit or signal" if result.exit_code is None else f"exit code {result.exit_code}"
             raise HandlerError(f"{name} ended with {how} and without a model call: …{result.stdout[-TAIL:]}")
         if not summary.nodes and not summary.stopped and summary.fault is None:
             raise InfrastructureError(f"{name} ended before one of its {summary.calls} calls was answered")
