@@ -450,7 +450,8 @@ class Service:
                 policy_version=session.policy_version,
                 wait_s=session.backend_wait_s,
             )
-            router.backend, router.accepts = known.backend, partial(_obstacle, known.first)
+            router.backend = known.backend
+            router.accepts = partial(asyncio.to_thread, takeover_obstacle, known.first)
             try:
                 completion = await router.generate(request, session.call_timeout_s, shown and shown.watch)
             except RolloutLost:
@@ -550,10 +551,6 @@ def _check_size(known: Known, call: ModelCall) -> None:
         tokens = call.size // 4
         problem = f"a body of {call.size} bytes is more than {most} tokens"
         raise Refusal("context", problem, tokens=tokens, most_tokens=most)
-
-
-async def _obstacle(first: Backend, backend: Backend) -> str | None:
-    return await asyncio.to_thread(takeover_obstacle, first, backend)
 
 
 def _seed(known: Known, place: Attachment) -> int | None:
