@@ -21,10 +21,9 @@ from workers.errors import TaskError
 from workers.handlers.base import AgentHandler
 from workers.handlers.calculator import Calculator
 from workers.harnesses import catalogue, pack
-from workers.harnesses.base import PACK, Harness, Job, Launch
+from workers.harnesses.base import PACK, Harness, Job, Launch, fed
 from workers.harnesses.commands import harness as harness_command
 from workers.harnesses.drive import Driven
-from workers.harnesses.starting import fed
 
 LONGEST_ARGUMENT = 131071
 URL, KEY, MODEL = "http://127.0.0.1:8790", "sk-not-to-be-seen", "policy-7"

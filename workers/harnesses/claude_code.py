@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from workers.harnesses.base import Harness, Job, Launch
-from workers.harnesses.starting import fed, npm_program
+from workers.harnesses.base import Harness, Job, Launch, fed, npm_program
 
 SIZES = ("HAIKU", "OPUS", "SONNET")
 

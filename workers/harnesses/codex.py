@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
-from workers.harnesses.base import Harness, Job, Launch
-from workers.harnesses.starting import COMPACTION_SHARE, KEY_VARIABLE, NODE, fed, npm_program
+from workers.harnesses.base import KEY_VARIABLE, NODE, Harness, Job, Launch, fed, npm_program
 
+COMPACTION_SHARE = 0.8
+"""Of the context; past it the program shortens its history."""
 OFF = ("shell_snapshot", "plugins", "remote_plugin", "apps")
 """Features that look at other hosts, and one that runs a shell before the first turn."""
 

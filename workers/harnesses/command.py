@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 from workers.harnesses.base import Harness, Job, Launch
-from workers.harnesses.starting import instruction_file
 
 ARGUMENT_BYTES = 131071
 """Longest argument or variable that Linux starts a program with, the final NUL left out."""
@@ -17,9 +16,8 @@ class Command(Harness):
     def launch(self, job: Job) -> Launch:
         if not job.command:
             raise ValueError("the harness `command` needs `agent.command`: the program and its arguments")
-        fields = ("instruction", "base_url", "key", "model", "home", "workspace")
-        path = instruction_file(job)
-        values = {**{name: getattr(job, name) for name in fields}, "instruction_file": path}
+        fields = ("instruction", "instruction_file", "base_url", "key", "model", "home", "workspace")
+        values = {name: getattr(job, name) for name in fields}
         # In one pass: what is filled in may have braces of its own. Other braces stand for themselves.
         places = re.compile("{(" + "|".join(values) + ")}")
         argv = tuple(places.sub(lambda found: values[found[1]], word) for word in job.command)
@@ -32,4 +30,4 @@ class Command(Harness):
         env |= {"OPENAI_BASE_URL": f"{job.base_url}/v1", "ANTHROPIC_BASE_URL": job.base_url}
         for vendor in ("OPENAI", "ANTHROPIC", "GEMINI"):
             env |= {f"{vendor}_API_KEY": job.key, f"{vendor}_MODEL": job.model}
-        return Launch(argv, {**env, **job.env}, {path: job.instruction})
+        return Launch(argv, {**env, **job.env}, {job.instruction_file: job.instruction})

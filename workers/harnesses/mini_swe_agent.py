@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-from workers.harnesses.base import PACK, Harness, Job, Launch
-from workers.harnesses.starting import PYTHON
+from workers.harnesses.base import PACK, PYTHON, Harness, Job, Launch
 
 
 class MiniSweAgent(Harness):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from workers.harnesses.base import PACK, Harness, Job, Launch
-from workers.harnesses.starting import PYTHON, instruction_file
+from workers.harnesses.base import PACK, PYTHON, Harness, Job, Launch
 
 RUN = """\
 import sys
@@ -32,7 +31,7 @@ class Openhands(Harness):
     packages = ("pypi:openhands-sdk", "pypi:openhands-tools")
 
     def launch(self, job: Job) -> Launch:
-        program, path, transcripts = f"{job.home}/run.py", instruction_file(job), "conversations"
+        program, path, transcripts = f"{job.home}/run.py", job.instruction_file, "conversations"
         argv = (PYTHON, f"{PACK}/{self.name}/site", program, path, job.workspace, f"{job.home}/{transcripts}")
         env = {
             "LLM_MODEL": f"openai/{job.model}",

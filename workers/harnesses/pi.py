@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 
-from workers.harnesses.base import Harness, Job, Launch
-from workers.harnesses.starting import ANSWER_SHARE, KEY_VARIABLE, NODE, fed, npm_program
+from workers.harnesses.base import ANSWER_SHARE, KEY_VARIABLE, NODE, Harness, Job, Launch, fed, npm_program
 
 PROVIDER = "rollout"
 
