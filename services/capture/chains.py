@@ -27,6 +27,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from rollout.arrays import unpack_ids, unpack_logprobs
@@ -50,11 +51,7 @@ _TAGGED = re.compile(r"<(\w+)>(.*?)</\1>")
 
 
 def build(
-    nodes: Sequence[Node],
-    harness: str,
-    *,
-    retries: int = 0,
-    refused: int = 0,
+    nodes: Sequence[Node], harness: str, *, retries: int = 0, refused: int = 0
 ) -> tuple[list[Chain], Receipt]:
     """The chains of a session, the one that reached the end last, and the receipt.
 
@@ -146,26 +143,23 @@ class _Labels:
     """The role of each leaf, the leaf that reached the end, and where roots come from."""
 
     def __init__(self, tree: Tree) -> None:
-        self._tree = tree
+        self._tree, nodes = tree, tree.nodes
         self._compared = 0
-        self._same: dict[tuple[int, bytes], list[int]] = {}
+        self._same: defaultdict[tuple[int, bytes], list[int]] = defaultdict(list)
         """Nodes that answered the same request, by their parent and its digest."""
-        for place, node in enumerate(tree.nodes):
-            self._same.setdefault((node.parent, tree.asked(place)), []).append(place)
-        nodes = tree.nodes
-        self._roots = tree.children(ROOT)
         self._root: list[int] = []
         """Of each node."""
         for place, node in enumerate(nodes):
+            self._same[node.parent, tree.asked(place)].append(place)
             self._root.append(place if node.parent == ROOT else self._root[node.parent])
+        self._roots = tree.children(ROOT)
         self._said = [_single(answer_of(node).text) for node in nodes]
         self._heard = [[(m.role, _single(m.text)) for m in from_json(node.messages)] for node in nodes]
         leaves = [place for place in range(len(nodes)) if not tree.children(place)]
         self._summary: dict[int, int] = {}
         """By root the leaf that it was made of."""
         for leaf in leaves:
-            root = self._made_of(leaf)
-            if root is not None:
+            if (root := self._made_of(leaf)) is not None:
                 self._summary.setdefault(root, leaf)
         self._kind: dict[int, ChainRole] = {}
         self.left: dict[int, int] = {}

@@ -22,7 +22,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from sandbox import paths
+from sandbox.paths import pack_dir as directory
 from workers.harnesses.base import Harness
 
 Say = Callable[[str], None]
@@ -84,11 +84,6 @@ class Part:
 def versions() -> dict[str, str]:
     """The version of each package that programs are made of."""
     return json.loads(Path(__file__).with_name("versions.json").read_text())
-
-
-def directory() -> Path:
-    """The pack on this machine."""
-    return paths.rollout_home() / "harnesses"
 
 
 def part(harness: Harness) -> Part | None:

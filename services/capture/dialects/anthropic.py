@@ -8,11 +8,12 @@ Schemas of output, forced choices of tools and stop strings are recorded and not
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from msgspec import Raw, Struct
 
-from rollout.trajectory import Message
+from rollout.trajectory import Message, ToolCall
 from services.capture.call import Answer, ModelCall, Refusal
 from services.capture.dialects.fields import Fields, WireDialect, decoded, invalid, unserved
 from services.capture.dialects.messages import (
@@ -61,47 +62,37 @@ class _Tool(Struct):
     input_schema: dict[str, Any] | None = None
 
 
-def _given(blocks: list[_Block], where: str) -> list[Message]:
-    """A user's message: the results of tools in it come first."""
-    results: list[Message] = []
-    texts: list[str] = []
-    for index, block in enumerate(blocks):
-        if block.type == "tool_result":
-            path = f"{where}[{index}].content"
-            text = text_of(decoded(block.content, Content, path), path)
-            results.append(result(text, block.tool_use_id, failed=block.is_error))
-        elif block.type == "text":
-            texts.append(block.text)
-        else:
-            raise unserved(f"{where}[{index}].type", block.type)
-    return results + ([message("user", joined(texts))] if texts or not results else [])
-
-
-def _turn(blocks: list[_Block], where: str) -> Message:
-    text = reasoning = ""
-    calls = []
-    for index, block in enumerate(blocks):
-        if block.type == "text":
-            text += block.text
-        elif block.type == "thinking":
-            reasoning += block.thinking
-        elif block.type == "tool_use":
-            calls.append(tool_call(block.id, block.name, block.input, f"{where}[{index}].input"))
-        elif block.type != "redacted_thinking":
-            raise unserved(f"{where}[{index}].type", block.type)
-    return said(text, reasoning, calls)
-
-
-def _messages(raw: Raw, where: str) -> list[Message]:
+def _messages(raw: Raw, where: str) -> Iterator[Message]:
+    """What one entry of a history says: results of tools come first."""
     entry = decoded(raw, _Message, where)
-    blocks = [_Block(text=entry.content)] if isinstance(entry.content, str) else entry.content
-    path = f"{where}.content"
-    if entry.role == "assistant":
-        return [_turn(blocks, path)]
-    if entry.role not in ("user", "system"):
+    if entry.role not in ("user", "assistant", "system"):
         raise unserved(f"{where}.role", entry.role)
-    given = _given(blocks, path)
-    return given if entry.role == "user" else [message("system", one.text) for one in given]
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[ToolCall] = []
+    results = 0
+    blocks = [_Block(text=entry.content)] if isinstance(entry.content, str) else entry.content
+    for index, block in enumerate(blocks):
+        path = f"{where}.content[{index}]"
+        match entry.role, block.type:
+            case _, "text":
+                texts.append(block.text)
+            case "assistant", "thinking":
+                thoughts.append(block.thinking)
+            case "assistant", "redacted_thinking":
+                pass
+            case "assistant", "tool_use":
+                calls.append(tool_call(block.id, block.name, block.input, f"{path}.input"))
+            case "user", "tool_result":
+                results += 1
+                text = text_of(decoded(block.content, Content, f"{path}.content"), f"{path}.content")
+                yield result(text, block.tool_use_id, failed=block.is_error)
+            case _, other:
+                raise unserved(f"{path}.type", other)
+    if entry.role == "assistant":
+        yield said("".join(texts), "".join(thoughts), calls)
+    elif texts or not results:
+        yield message(entry.role, joined(texts))
 
 
 def _block(kind: Kind, text: str = "", signature: str = "") -> dict[str, Any]:
