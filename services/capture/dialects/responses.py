@@ -64,30 +64,26 @@ def _known_as(thing: _Item | _Tool) -> str:
     return f"{thing.namespace.rstrip('_')}__{thing.name}" if thing.namespace else thing.name
 
 
-def _messages(raw: Raw, where: str) -> list[Message]:
-    return [_message(decoded(raw, _Item, where), where)]
-
-
-def _message(item: _Item, where: str) -> Message:
+def _messages(raw: Raw, where: str) -> Iterator[Message]:
+    item = decoded(raw, _Item, where)
     match item.type:
         case "message":
-            return of_role(item.role, item.content, where)
+            yield of_role(item.role, item.content, where)
         case "reasoning":
-            return said("", text_of(item.content or item.summary, f"{where}.content", seam=""))
+            yield said("", text_of(item.content or item.summary, f"{where}.content", seam=""))
         case "function_call":
-            call = tool_call(item.call_id, _known_as(item), item.arguments, f"{where}.arguments")
+            yield said(calls=[tool_call(item.call_id, _known_as(item), item.arguments, f"{where}.arguments")])
         case "custom_tool_call":
-            call = tool_call(item.call_id, _known_as(item), {"input": item.input}, where)
+            yield said(calls=[tool_call(item.call_id, _known_as(item), {"input": item.input}, where)])
         case "local_shell_call":
-            call = tool_call(item.call_id, "local_shell", item.action, f"{where}.action")
+            yield said(calls=[tool_call(item.call_id, "local_shell", item.action, f"{where}.action")])
         case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
             path = f"{where}.output"
-            return result(text_of(decoded(item.output, Content, path), path), item.call_id)
+            yield result(text_of(decoded(item.output, Content, path), path), item.call_id)
         case "item_reference":
             raise invalid(where, "nothing is stored here that could be referred to: send the item itself")
         case other:
             raise unserved(f"{where}.type", other)
-    return said(calls=[call])
 
 
 def _run_by_programs(where: str, tool: _Tool) -> Iterator[tuple[str, _Tool]]:
