@@ -45,7 +45,6 @@ end
 local function enter(s, call, word) redis.call('HSET', s.calls, 'call:' .. call.id, call.digest .. ' ' .. word) end
 
 local function keep(s)
-  redis.call('HSET', s.key, 'last_call_ms', now)
   for _, key in ipairs({s.key, s.calls, s.nodes}) do
     redis.call('PEXPIRE', key, math.max(0, s.deadline - now) + LEFT_MS)
   end

@@ -43,8 +43,6 @@ class Summary(Struct):
     finished: bool = False
     """The program has said that it is done, or has posted its reward."""
     closed: bool = False
-    last_call_ms: int = 0
-    """When a call was begun or answered; 0 = none was."""
 
     @property
     def unsampled(self) -> dict[str, int]:
