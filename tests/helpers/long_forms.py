@@ -86,7 +86,7 @@ MODELS_LONG = LongForm(
 HARNESSES = LongForm(
     "HARNESSES_LONG",
     "HARNESSES_LONG=1 python -m pytest tests/integration/test_harness_programs.py "
-    "tests/integration/test_harness_pack.py",
+    "tests/integration/test_harness_pack.py tests/integration/test_driven_handlers.py",
 )
 
 

@@ -34,6 +34,7 @@ class Job:
     home: str
     """A directory of its own, for settings and transcripts."""
     workspace: str
+    """Where the handler's own shell stands; the program is started there."""
     context_tokens: int
     """What model and answer have room for together."""
     timeout_s: float

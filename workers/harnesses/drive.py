@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import shlex
 from collections.abc import Awaitable, Callable
 from functools import lru_cache, partial
 from typing import Any
@@ -171,6 +172,8 @@ class Driven(AgentHandler[Any]):
         address = urlsplit(self._settings.capture_url)
         secret = await ask(store.secret)
         async with ctx.sandbox.tunnel(address.hostname or "127.0.0.1", address.port or 80) as tunnel:
+            # As INIT has left it: in the task's directory, and with what `setup` has put into every process.
+            shell = await ctx.sandbox.bash('printf %s "$PATH"')
             name = hashlib.sha256(ctx.rollout_id.encode()).hexdigest()[:12]
             job = Job(
                 instruction="\n\n".join(message.text for message in await self._inner.opening(ctx)),
@@ -178,7 +181,7 @@ class Driven(AgentHandler[Any]):
                 key=key_of(secret, MODEL, ctx.rollout_id, ctx.attempt),
                 model="policy",
                 home=f"/tmp/agent-{name}",
-                workspace="/workspace",
+                workspace=shell.cwd,
                 context_tokens=context_tokens,
                 timeout_s=ends_in_s,
                 command=self._agent.command,
@@ -188,10 +191,17 @@ class Driven(AgentHandler[Any]):
                 launch = self._harness().launch(job)
             except ValueError as error:
                 raise TaskError(f"agent: {self._agent.harness}: {error}") from error
-            for path, text in launch.files.items():
+            # A login shell of the program's has its PATH of the image's profile else.
+            profile = {f"{job.home}/.profile": f"export PATH={shlex.quote(shell.output)}\n"}
+            for path, text in {**profile, **launch.files}.items():
                 await ctx.sandbox.write_file(path, text)
-            env = {"HOME": job.home, **launch.env}
-            result = await ctx.sandbox.exec(list(launch.argv), ends_in_s, env=env, merge_output=True)
+            result = await ctx.sandbox.exec(
+                list(launch.argv),
+                ends_in_s,
+                cwd=job.workspace,
+                env={"HOME": job.home, **launch.env},
+                merge_output=True,
+            )
             unanswered, cut_off = await tunnel.led()
         ctx.artifacts[OUTPUT] = result.stdout
         await self._keep_transcripts(ctx, launch, job.home)

@@ -1,0 +1,60 @@
+"""A program that drives a handler's turns begins where the handler's own tools would, in real sandboxes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from rollout.schema import Agent, Limits, RolloutRequest, State
+from tests.helpers import swe_toy
+from tests.helpers.capture import CaptureWorld, capture_world
+from tests.helpers.long_forms import HARNESSES
+from tests.integration.test_capture import PROGRAM, SHELL
+from tests.integration.test_harness_programs import ALL
+from workers.harnesses import catalogue, pack
+
+PROGRAMS = HARNESSES("programs in a repository", short=("command",), long=("command", *ALL))
+ENVIRONMENT = 'export PYTHONPATH="$PWD" PATH="$PWD/env/bin:$PATH" CONDA_DEFAULT_ENV=calc-env'
+SAY = """say='printf "%s|" "$PWD" "$PATH" "$CONDA_DEFAULT_ENV"'"""
+PLAN = [
+    f'{SAY}; sh -c "$say"; bash -c "$say"; bash -lc "$say"; echo end',
+    "sed -i 's/ + 1//' calc.py",
+    "! done",
+]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Iterator[CaptureWorld]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLLOUT_SANDBOX_IMAGE_ROOTS", str(swe_toy.image().parent))
+        with capture_world(tmp_path_factory.mktemp("driven"), max_model_len=65536) as world:
+            yield world
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_fixes_an_issue_where_the_repository_and_its_environment_are(
+    world: CaptureWorld, name: str
+):
+    """And so do the shells that it starts, login shells too, which begin with the image's profile."""
+    command = ["python3", "-c", PROGRAM, "{instruction}", json.dumps([SHELL])]
+    agent = Agent(harness="command", command=command) if name == "command" else Agent(harness=name)
+    try:
+        pack.require(catalogue.find(name))
+    except pack.PackError as error:
+        pytest.skip(f"{error} (deploy/setup/harnesses.sh)")
+    row = swe_toy.instance()
+    row["spec"]["setup"] = [ENVIRONMENT]
+    row["problem_statement"] += f" PLAN: {json.dumps(PLAN)}"
+    request = RolloutRequest(handler="swe", task=row, agent=agent, limits=Limits(max_attempts=1))
+    (submitted,) = world.stack.client.submit(request)
+    rollout = world.ended(submitted.id, 180)
+    assert rollout.state is State.COMPLETED, rollout.error
+    told = next(message.text for message in rollout.trajectory.messages if message.role == "tool")
+    places = told[told.index(swe_toy.REPO) : told.index("|end")].split("|")
+    assert places[0::3] == [swe_toy.REPO] * 3
+    assert all(path.startswith(f"{swe_toy.REPO}/env/bin:") for path in places[1::3]), places
+    assert places[2::3] == ["calc-env"] * 3
+    assert rollout.reward == 1.0, rollout.trajectory.artifacts["report"]
+    assert world.hold_prompts(rollout) == rollout.trajectory.receipt.calls
