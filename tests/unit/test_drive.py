@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 
-from rollout.schema import Agent, RolloutRequest
+from rollout.schema import Agent, Limits, RolloutRequest
 from rollout.trajectory import FinishReason, Trajectory
 from sandbox.client import ExecResult
 from services.settings import Settings
 from services.state.capture.store import Summary
+from tests.unit.test_swe_rows import BENCH
 from workers.errors import HandlerError, InfrastructureError
 from workers.handlers.calculator import Calculator
+from workers.handlers.code import Code, CodeText
+from workers.handlers.swe import Swe
 from workers.harnesses.drive import Driven
 
 WELL, BADLY, LATE = ExecResult(0), ExecResult(1), ExecResult(timed_out=True)
@@ -108,3 +111,39 @@ def test_a_program_that_never_called_is_the_handlers_to_explain():
     for result in (WELL, BADLY, OVER):
         with pytest.raises(HandlerError):
             ended(result, calls=0)
+
+
+class Begun(Exception):
+    """The handler was told that the turns begin."""
+
+
+@pytest.mark.parametrize("agent", [Agent(harness="external"), Agent(harness="command", command=["x"])])
+def test_a_handler_gets_ready_for_its_score_before_turns_that_a_program_drives(agent):
+    class Warming(Calculator):
+        async def warm(self, ctx: Any) -> None:
+            raise Begun
+
+    request = RolloutRequest(handler="calculator", task={"question": "x", "answer": "2"}, agent=agent)
+    with pytest.raises(Begun):
+        asyncio.run(Driven(Warming(), request, Settings()).run(SimpleNamespace()))
+
+
+CASE = {"prompt": "Double it.", "tests": [{"stdin": "1", "stdout": "2"}]}
+
+
+@pytest.mark.parametrize(
+    ("handler", "task", "image"),
+    [(Code(), CASE, None), (CodeText(), CASE, None), (Swe(), {**BENCH, "image": "calc"}, "calc")],
+)
+def test_a_handler_that_scores_in_another_sandbox_has_it_started_as_its_own_turns_begin(handler, task, image):
+    asked = []
+
+    async def warm(ctx: Any, **options: Any) -> None:
+        asked.append(options["image"])
+        raise Begun
+
+    ctx = SimpleNamespace(task=handler.check_task(task), sandboxes=SimpleNamespace(warm=warm))
+    ctx.limits, ctx.spent_s = Limits(), 0.0
+    with pytest.raises(Begun):
+        asyncio.run(handler.run(ctx))
+    assert asked == [image]

@@ -29,7 +29,6 @@ from workers.sandboxes import Sandboxes
 MAX_ARTIFACT_BYTES = 4 << 20
 """Of all artifacts of a rollout together, which are kept in Redis with its trajectory."""
 
-
 EVERY_STAGE = tuple(Stage)
 """For `AgentHandler.repeatable`."""
 
@@ -156,8 +155,12 @@ class AgentHandler(ABC, Generic[TaskT]):
         """The messages a rollout starts from, by whomever it is driven. Default: `prompt` of the task."""
         return self.prompt(ctx.task)
 
+    async def warm(self, ctx: RunContext[TaskT]) -> None:
+        """Begin what EVAL would wait for, before the turns, whoever drives them. Default: nothing."""
+
     async def run(self, ctx: RunContext[TaskT]) -> FinishReason:
-        """RUN: the turns. Default: the agent loop with the handler's tools, from `prompt`."""
+        """RUN: the turns. Default: `warm`, then the agent loop with the handler's tools, from `prompt`."""
+        await self.warm(ctx)
         compacts = type(self).compact is not AgentHandler.compact
         compact = partial(self.compact, ctx) if compacts else None
         return await ctx.agent.run(await self.opening(ctx), sandbox=ctx.sandbox, compact=compact)
@@ -174,7 +177,7 @@ class AgentHandler(ABC, Generic[TaskT]):
     async def evaluate(self, ctx: EvalContext[TaskT]) -> Reward:
         """EVAL: the score. Called for every trajectory that RUN ended, partial ones included."""
 
-    # -- when something went wrong -------------------------------------------------------------
+    # -- when something went wrong, and numbers -------------------------------------------------
 
     async def on_init_error(self, ctx: InitContext[TaskT], error: Exception) -> None:
         """`init` raised. Raise one of `workers.errors` to lay the failure elsewhere; else `error` stands."""
@@ -193,8 +196,6 @@ class AgentHandler(ABC, Generic[TaskT]):
         attempt may mend is retried whatever this answers.
         """
         return None
-
-    # -- numbers -------------------------------------------------------------------------------
 
     def metrics(self, ctx: EvalContext[TaskT], reward: Reward) -> dict[str, float]:
         """Numbers of a scored rollout for its record, added to `ctx.metrics`. Default: none."""
@@ -228,8 +229,7 @@ class AgentHandler(ABC, Generic[TaskT]):
             return self.Task.model_validate(task)  # type: ignore[return-value]
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise TaskError(f"task.{where}: {first['msg']}") from error
+            raise TaskError(f"task.{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
 def check_artifacts(artifacts: dict[str, str], handler: str) -> None:

@@ -103,6 +103,7 @@ class Driven(AgentHandler[Any]):
 
     async def run(self, ctx: RunContext[Any]) -> FinishReason:
         """RUN: until the program has ended, or a limit has ended it."""
+        await self._inner.warm(ctx)
         backend = await ctx.agent.place()
         left_s = ctx.limits.run_timeout_s - ctx.spent_s
         ends_in_s = left_s - min(MOST_MARGIN_S, left_s / 10)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from rollout.trajectory import FinishReason, Message
+from rollout.trajectory import Message
 from sandbox.errors import SandboxRequestError
 from workers.agent.tools import ExecuteBash, Finish, StrReplaceEditor, Think
 from workers.handlers.base import EVERY_STAGE, AgentHandler, EvalContext, Reward, RunContext
@@ -52,9 +52,8 @@ class CodeText(AgentHandler[CodeTask]):
         how = SAY.format(seconds=task.time_limit_s, memory=task.memory_limit_mb)
         return [Message(role="user", content=f"{_problem(task)}\n\n{how}")]
 
-    async def run(self, ctx: RunContext[CodeTask]) -> FinishReason:
+    async def warm(self, ctx: RunContext[CodeTask]) -> None:
         await ctx.sandboxes.warm(ctx, image=self.image)
-        return await super().run(ctx)
 
     async def solution(self, ctx: EvalContext[CodeTask]) -> str:
         """What is to be judged; "" = there is nothing."""

@@ -92,10 +92,11 @@ class Swe(AgentHandler[SweTask]):
         text = PROMPT.format(repo_dir=spec.repo_dir, problem_statement=instance.problem_statement)
         return [Message(role="user", content=text)]
 
+    async def warm(self, ctx: RunContext[SweTask]) -> None:
+        await ctx.sandboxes.warm(ctx, **self._sandbox(_read(ctx.task)[0]))
+
     async def run(self, ctx: RunContext[SweTask]) -> FinishReason:
         instance, spec = _read(ctx.task)
-        options = self._sandbox(instance)
-        await ctx.sandboxes.warm(ctx, **options)
         limit = ctx.limits.run_timeout_s - ctx.spent_s
         try:
             # The turns end before RUN does: what the agent has changed until then is to be scored.
@@ -105,7 +106,7 @@ class Swe(AgentHandler[SweTask]):
             if not turns.expired():
                 raise
             reason = FinishReason.TIME_LIMIT
-        await self._keep_patch(ctx, instance, spec, options)
+        await self._keep_patch(ctx, instance, spec, self._sandbox(instance))
         return reason
 
     async def evaluate(self, ctx: EvalContext[SweTask]) -> Reward:
