@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -129,6 +130,13 @@ def test_a_handler_gets_ready_for_its_score_before_turns_that_a_program_drives(a
 
 
 CASE = {"prompt": "Double it.", "tests": [{"stdin": "1", "stdout": "2"}]}
+
+
+@pytest.mark.parametrize(("handler", "task"), [(Code(), CASE), (Swe(), BENCH)])
+def test_a_handler_whose_work_is_left_in_a_sandbox_names_no_tool_that_a_program_does_not_have(handler, task):
+    said = " ".join(message.text for message in handler.prompt(handler.check_task(task)))
+    names = [tool.name for tool in handler.tools if tool.name != "think"]  # a word of its own
+    assert len(names) == 3 and not re.search("|".join(names), said)
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,8 @@ _BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | r
 
 STDIN = "The program reads standard input and prints its answer to standard output."
 CALL = "Define the function `{name}`; it is called with the arguments of each test and returns the answer."
-WORK = """Write your solution in Python 3 to {path}. You have a Linux sandbox with the tools execute_bash and
-str_replace_editor; test your program there. Hidden tests, {seconds:g} s and {memory} MB each, decide.
-Call finish when you are done."""
+WORK = """Write your solution in Python 3 to {path}, and test it here: you have a Linux sandbox.
+Hidden tests, {seconds:g} s and {memory} MB each, decide about the file as it is when you are done."""
 SAY = """Answer with your solution in Python 3, as one block of code between ```python and ```.
 Hidden tests, {seconds:g} s and {memory} MB each, decide."""
 

@@ -55,7 +55,7 @@ Change the code of the repository so that the problem is solved. Work on your ow
   configure tests or packaging are not part of the result, so the fix must not depend on any.
 - There is no network. What the code needs is installed.
 
-The files as they are when you call `finish` are the result."""
+The files as they are when you are done are the result."""
 
 
 class Swe(AgentHandler[SweTask]):
