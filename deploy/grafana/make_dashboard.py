@@ -69,6 +69,8 @@ def mean(histogram: str, grouping: str = "") -> str:
 
 
 LIVE = ("queued", "initializing", "ready", "running", "evaluating")
+ATTACHED = f"sum({per_s('rollout_capture_attached_total')})"
+BRANCHES = f"sum({per_s('rollout_capture_branches_total')})"
 FIGURES: list[tuple[str, str, str]] = [
     ("Live rollouts", "short", f'sum(rollout_rollouts{{state=~"{"|".join(LIVE)}"}})'),
     ("Ended a second", "ops", f"sum({per_s('rollout_duration_seconds_count')})"),
@@ -240,6 +242,32 @@ ROWS: dict[str, list[Panel]] = {
         ),
         ("Placements a second", "ops", rate("rollout_placements_total", "event")),
         ("Weight updates, by outcome", "short", increase("rollout_policy_updates_total", "outcome")),
+    ],
+    "Agent programs: capture": [
+        (
+            "Model calls a second, by dialect and outcome",
+            "reqps",
+            rate("rollout_capture_calls_total", "dialect, outcome"),
+        ),
+        ("Calls in flight", "short", value("rollout_capture_in_flight", "instance")),
+        (
+            "A call takes",
+            "s",
+            (quantile(0.5, "rollout_capture_call_seconds", "instance")[0], "{{instance}} median"),
+            (quantile(0.95, "rollout_capture_call_seconds", "instance")[0], "{{instance}} p95"),
+        ),
+        (
+            "Calls that went on from a conversation, or began a branch",
+            "percentunit",
+            (f"{ATTACHED} / ({ATTACHED} + {BRANCHES})", "attached"),
+            (f"{BRANCHES} / ({ATTACHED} + {BRANCHES})", "branches"),
+        ),
+        (
+            "Calls refused at the door a second, by reason",
+            "ops",
+            rate("rollout_capture_refused_total", "reason"),
+        ),
+        ("Calls past a limit a second", "ops", rate("rollout_capture_stopped_total", "limit")),
     ],
 }
 """The panels of each row, by its title."""

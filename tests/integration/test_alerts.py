@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from typing import get_args
 
 import promql_parser
 import pytest
@@ -13,8 +14,11 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollout.schema import RolloutRequest
+from services.capture import metrics as capture
+from services.capture.call import Kind
 from tests.helpers.keys import http
 from tests.helpers.stack import ROOT, wait_until
+from workers.harnesses.drive import OURS
 from workers.metrics import WorkerMetrics
 
 DEPLOY = ROOT / "deploy" / "prometheus"
@@ -49,8 +53,9 @@ def metrics(stack):
     # Workers pass on what the sandbox hosts say, and the backend's numbers, every few seconds.
     for name in ("rollout_sandbox_events_total", "rollout_backend_generation_tokens_total"):
         wait_until(lambda name=name: f"{name}{{" in http.get(url).text, 60, name)
-    worker = generate_latest(WorkerMetrics(lambda: []).registry).decode()
-    return of_text(http.get(url).text) | of_text(worker)
+    elsewhere = [WorkerMetrics(lambda: []).registry, capture.registry]
+    texts = [http.get(url).text, *(generate_latest(registry).decode() for registry in elsewhere)]
+    return {name: labels for text in texts for name, labels in of_text(text).items()}
 
 
 @pytest.fixture(scope="module")
@@ -157,3 +162,10 @@ def test_prometheus_scrapes_with_the_jobs_that_the_alerts_name():
     assert named and named <= jobs
     (target,) = config["scrape_configs"][0]["static_configs"][0]["targets"]
     assert target.startswith("127.0.0.1:")
+
+
+def test_failures_of_capture_are_what_it_calls_its_own_and_no_programs_fault():
+    (rule,) = (rule for rule in RULES if rule["alert"] == "RolloutCaptureFailures")
+    (named,) = re.findall(r'outcome=~"([^"]+)"', rule["expr"])
+    assert tuple(named.split("|")) == OURS
+    assert set(OURS) < set(get_args(Kind))
