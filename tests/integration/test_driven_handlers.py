@@ -47,10 +47,10 @@ def test_a_program_fixes_an_issue_where_the_repository_and_its_environment_are(
     row = swe_toy.instance()
     row["spec"]["setup"] = [ENVIRONMENT]
     row["problem_statement"] += f" PLAN: {json.dumps(PLAN)}"
-    request = RolloutRequest(handler="swe", task=row, agent=agent, limits=Limits(max_attempts=1))
-    (submitted,) = world.stack.client.submit(request)
-    rollout = world.ended(submitted.id, 180)
+    request = RolloutRequest(handler="swe", task=row, n=2, agent=agent, limits=Limits(max_attempts=1))
+    rollout, other = (world.ended(it.id, 180) for it in world.stack.client.submit(request))
     assert rollout.state is State.COMPLETED, rollout.error
+    assert other.trajectory.prompt_ids == rollout.trajectory.prompt_ids, "a group's prompts are one prefix"
     told = next(message.text for message in rollout.trajectory.messages if message.role == "tool")
     places = told[told.index(swe_toy.REPO) : told.index("|end")].split("|")
     assert places[0::3] == [swe_toy.REPO] * 3

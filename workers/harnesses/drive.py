@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import shlex
 from collections.abc import Awaitable, Callable
@@ -174,14 +173,15 @@ class Driven(AgentHandler[Any]):
         secret = await ask(store.secret)
         async with ctx.sandbox.tunnel(address.hostname or "127.0.0.1", address.port or 80) as tunnel:
             # As INIT has left it: in the task's directory, and with what `setup` has put into every process.
-            shell = await ctx.sandbox.bash('printf %s "$PATH"')
-            name = hashlib.sha256(ctx.rollout_id.encode()).hexdigest()[:12]
+            shell = await ctx.sandbox.bash('echo "${TMPDIR:-/tmp}"; echo "$PATH"')
+            *_, tmp, search_path = shell.output.splitlines()
             job = Job(
                 instruction="\n\n".join(message.text for message in await self._inner.opening(ctx)),
                 base_url=f"http://127.0.0.1:{tunnel.port}",
                 key=key_of(secret, MODEL, ctx.rollout_id, ctx.attempt),
                 model="policy",
-                home=f"/tmp/agent-{name}",
+                # The same in each: programs tell it the model, and a group's prompts are to be one prefix.
+                home=f"{tmp}/rollout-agent",
                 workspace=shell.cwd,
                 context_tokens=context_tokens,
                 timeout_s=ends_in_s,
@@ -193,7 +193,7 @@ class Driven(AgentHandler[Any]):
             except ValueError as error:
                 raise TaskError(f"agent: {self._agent.harness}: {error}") from error
             # A login shell of the program's has its PATH of the image's profile else.
-            profile = {f"{job.home}/.profile": f"export PATH={shlex.quote(shell.output)}\n"}
+            profile = {f"{job.home}/.profile": f"export PATH={shlex.quote(search_path)}\n"}
             for path, text in {**profile, **launch.files}.items():
                 await ctx.sandbox.write_file(path, text)
             result = await ctx.sandbox.exec(
