@@ -15,7 +15,7 @@ from sandbox.client import ExecResult
 from services.settings import Settings
 from services.state.capture.store import Summary
 from tests.unit.test_swe_rows import BENCH
-from workers.errors import HandlerError, InfrastructureError
+from workers.errors import HandlerError, InfrastructureError, TaskError
 from workers.handlers.calculator import Calculator
 from workers.handlers.code import Code, CodeText
 from workers.handlers.swe import Swe
@@ -106,6 +106,11 @@ def test_a_program_elsewhere_that_the_service_failed_says_itself_what_that_was_w
     assert waited(fault="context") is FinishReason.CONTEXT_LENGTH
     with pytest.raises(InfrastructureError):
         waited(fault=fault)
+
+
+def test_a_program_whose_first_call_has_no_room_is_told_to_want_a_longer_context():
+    with pytest.raises(TaskError, match="max_model_len"):
+        ended(BADLY, calls=0, nodes=0, refused={"context": 1}, fault="context")
 
 
 def test_a_program_that_never_called_is_the_handlers_to_explain():

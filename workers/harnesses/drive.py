@@ -224,6 +224,7 @@ class Driven(AgentHandler[Any]):
             unanswered, cut_off: See `Tunnel.led`.
 
         Raises:
+            TaskError: The model's context has no room for its first call.
             HandlerError: It could not be started, or never called the model.
             InfrastructureError: It could not reach the model, or that failed it.
         """
@@ -240,6 +241,9 @@ class Driven(AgentHandler[Any]):
             raise InfrastructureError(
                 f"{name} ended ({result.exit_code}) after a call of the model that failed for no fault of its"
             )
+        if not summary.calls and summary.fault == "context":
+            room = "start the LLM server with a longer one (max_model_len)"
+            raise TaskError(f"the first call of {name} has no room in the model's context; {room}")
         if not summary.calls:
             how = "a time limit or signal" if result.exit_code is None else f"exit code {result.exit_code}"
             raise HandlerError(f"{name} ended with {how} and without a model call: …{result.stdout[-TAIL:]}")
