@@ -70,6 +70,7 @@ def test_a_program_fixes_an_issue_where_the_repository_and_its_environment_are(
     assert world.hold_prompts(rollout) == rollout.trajectory.receipt.calls
 
 
+@HARNESSES.only
 def test_the_example_of_the_page_runs_as_written(world: CaptureWorld, tmp_path: Path):
     """But for its problem, in which the scripted model is told what to do, and the number of rollouts."""
     text = (ROOT / "docs" / "agents.md").read_text()
