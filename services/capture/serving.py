@@ -11,7 +11,6 @@ import gc
 import hashlib
 import json
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import msgspec
 import structlog
+from cachetools import TTLCache
 
 from rollout.arrays import pack_ids, pack_logprobs
 from rollout.schema import Backend, SamplingParams, new_id
@@ -47,8 +47,10 @@ from workers.patience import ask
 
 log = structlog.get_logger("capture")
 
-MOST_SESSIONS = 4096
-"""Sessions whose trees a process keeps; of further ones the oldest is read again when it is asked for."""
+MOST_BYTES = 512 << 20
+"""Of sessions' trees that a process keeps; of further ones the oldest is read again when it is called for."""
+SESSION_BYTES = 4 << 10
+"""Of one without turns, roughly."""
 MOST_AT_ONCE = 256
 """Calls of one attempt that a process works on at a time."""
 EARLY_S = 30.0
@@ -63,7 +65,7 @@ MOST_BYTES_OF_AN_ID = 32
 """Of a body, for each id of the context: no text that means anything takes so many, and a larger body is not
 even rendered, which takes seconds a megabyte."""
 IDLE_S = 600.0
-"""After it a session's tree is read again if it is called for."""
+"""Of a session without a call, after which its tree is read again, too."""
 LEAST_ROOM = 256
 """Ids that a turn must find free, of a context large enough; else the program is told that it is full."""
 MOST_STOPPED = 20
@@ -96,8 +98,6 @@ class Known:
     rendering: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, 2))
     """For its prompts: large ones take seconds of the threads that all sessions share."""
     running: int = 0
-    used_at: float = 0.0
-    """Monotonic time of the last call."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Service:
         self.ending = False
         """Whether the process takes no further calls."""
         self._store, self._placements, self._http = store, placements, http
-        self._known: OrderedDict[Caller, Known] = OrderedDict()
+        self._known: TTLCache[Caller, Known] = TTLCache(MOST_BYTES, IDLE_S, getsizeof=_bytes)
         self._prompts = Prompts()
         self._codecs: list[Codec] = []
         self._opening: dict[tuple[Caller, str], asyncio.Task[Turn]] = {}
@@ -132,8 +132,7 @@ class Service:
         """Say again and again that this process lives."""
         while True:
             await self._placements.send(self._store.alive(self.process))
-            while self._known and next(iter(self._known.values())).used_at < time.monotonic() - IDLE_S:
-                self._known.popitem(last=False)
+            self._known.expire()
             await asyncio.sleep(1.0)
 
     async def close(self, patience_s: float) -> None:
@@ -268,11 +267,9 @@ class Service:
             session = msgspec.json.decode(answer["session"], type=Session)
             backend = Backend.model_validate_json(session.backend)
             sampling = SamplingParams.model_validate_json(session.sampling)
-            known = self._known[caller] = Known(caller, session, sampling, backend, backend)
-            while len(self._known) > MOST_SESSIONS:
-                self._known.popitem(last=False)
-        self._known.move_to_end(caller)
-        known.used_at = time.monotonic()
+            known = Known(caller, session, sampling, backend, backend)
+        # Anew with each call: its tree has grown.
+        self._known[caller] = known
         return known
 
     def _stopped(self, call_id: str, answer: dict[str, Any]) -> Turn:
@@ -510,6 +507,11 @@ class Service:
             (stored, *_) = await ask(self._store.nodes, *caller, answer["node"])
             (node,) = decode([stored])
         return answer["node"], node
+
+
+def _bytes(known: Known) -> int:
+    """What a session takes, at most what all may: one that is larger is kept alone."""
+    return min(SESSION_BYTES + known.tree.bytes, MOST_BYTES)
 
 
 def _answer(node: Node, turn: Turn) -> Answer:

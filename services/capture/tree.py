@@ -41,6 +41,8 @@ class Tree:
             ValueError: A node names a parent that is not before it.
         """
         self.nodes: list[Node] = []
+        self.bytes = 0
+        """Of what they hold."""
         self._at: dict[bytes, list[int]] = {}
         """Places by path: several where a request was repeated and answered with the same words."""
         self._children: dict[int, list[int]] = {}
@@ -59,6 +61,8 @@ class Tree:
         if not ROOT <= node.parent < place:
             raise ValueError(f"node {place} names {node.parent} as its parent, which is not there")
         self.nodes.append(node)
+        held = (node.ids, node.messages, node.tools, node.sampled, node.logprobs, node.message)
+        self.bytes += sum(map(len, held))
         self._at.setdefault(node.path, []).append(place)
         self._children.setdefault(node.parent, []).append(place)
         return place

@@ -373,15 +373,15 @@ def test_a_question_that_is_made_for_the_rollout_is_told_to_its_program(world: C
 
 
 CHANCE = """
-import sys
-answer = 1 + int(sys.argv[3][-1], 16) % 2  # the home's name is another one in each rollout
+import os, sys
+answer = 1 + os.urandom(1)[0] % 2
 sys.argv[1] = sys.argv[1].replace("CHANCE", str(answer))
 """
 
 
 def test_batches_sample_dynamically_what_programs_drive(world: CaptureWorld):
     plan = json.dumps(["echo 1", "! it is CHANCE"])
-    command = ["python3", "-c", CHANCE + PROGRAM, "{instruction}", json.dumps([SHELL]), "{home}"]
+    command = ["python3", "-c", CHANCE + PROGRAM, "{instruction}", json.dumps([SHELL])]
     prompt = RolloutRequest(
         handler="calculator",
         task={"question": f"PLAN: {plan}", "answer": "2"},

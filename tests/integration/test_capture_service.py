@@ -345,6 +345,23 @@ def test_trees_of_sessions_that_are_not_called_are_dropped(processes, says, monk
     assert len(processes.captured.nodes) == 2
 
 
+def test_trees_are_kept_up_to_a_bound_in_bytes_and_a_larger_one_is_served_all_the_same(
+    processes, says, monkeypatch
+):
+    monkeypatch.setattr(serving, "MOST_BYTES", serving.SESSION_BYTES + 10)
+
+    async def scenario() -> list[int]:
+        service, kept = processes.start(), []
+        for word in ("a", "b", "c"):
+            await processes.call(service, word)
+            service._known[Caller("another", 1)] = service._known[processes.caller]
+            kept.append(len(service._known))
+        return kept
+
+    assert asyncio.run(scenario()) == [1, 1, 1]
+    assert len(processes.captured.nodes) == 3
+
+
 SECRET = "secret"
 
 
