@@ -177,7 +177,7 @@ class AgentHandler(ABC, Generic[TaskT]):
     async def evaluate(self, ctx: EvalContext[TaskT]) -> Reward:
         """EVAL: the score. Called for every trajectory that RUN ended, partial ones included."""
 
-    # -- when something went wrong, and numbers -------------------------------------------------
+    # -- when something went wrong -------------------------------------------------------------
 
     async def on_init_error(self, ctx: InitContext[TaskT], error: Exception) -> None:
         """`init` raised. Raise one of `workers.errors` to lay the failure elsewhere; else `error` stands."""
@@ -196,6 +196,8 @@ class AgentHandler(ABC, Generic[TaskT]):
         attempt may mend is retried whatever this answers.
         """
         return None
+
+    # -- numbers -------------------------------------------------------------------------------
 
     def metrics(self, ctx: EvalContext[TaskT], reward: Reward) -> dict[str, float]:
         """Numbers of a scored rollout for its record, added to `ctx.metrics`. Default: none."""
