@@ -85,7 +85,8 @@ def _messages(raw: Raw, where: str) -> Iterator[Message]:
                 calls.append(tool_call(block.id, block.name, block.input, f"{path}.input"))
             case "user", "tool_result":
                 results += 1
-                text = text_of(decoded(block.content, Content, f"{path}.content"), f"{path}.content")
+                content = decoded(block.content, Content, f"{path}.content")
+                text = text_of(content, f"{path}.content", by_tool=True)
                 yield result(text, block.tool_use_id, failed=block.is_error)
             case _, other:
                 raise unserved(f"{path}.type", other)

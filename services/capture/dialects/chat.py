@@ -67,7 +67,7 @@ def _function(tool: _Tool, where: str) -> _Function:
 def _messages(raw: Raw, where: str) -> Iterator[Message]:
     entry = decoded(raw, _Message, where)
     if entry.role == "tool":
-        yield result(text_of(entry.content, f"{where}.content"), entry.tool_call_id)
+        yield result(text_of(entry.content, f"{where}.content", by_tool=True), entry.tool_call_id)
         return
     message = of_role(entry.role, entry.content, where)
     if entry.role == "assistant":

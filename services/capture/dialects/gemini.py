@@ -14,7 +14,16 @@ from msgspec import Raw, Struct, field
 from rollout.trajectory import Message, ToolCall
 from services.capture.call import Answer, ModelCall, Refusal
 from services.capture.dialects.fields import Fields, WireDialect, decoded, invalid, shallow, unserved
-from services.capture.dialects.messages import conversation, joined, message, offered, result, said, tool_call
+from services.capture.dialects.messages import (
+    conversation,
+    joined,
+    message,
+    offered,
+    result,
+    said,
+    tool_call,
+    unseen,
+)
 from services.capture.dialects.writing import Kind, WireStream, encoded, event, told
 from services.capture.history import History
 
@@ -68,12 +77,11 @@ class _Tool(Struct, rename="camel"):
 
 
 def _result(given: _Result, where: str) -> Message:
-    if given.parts:
-        raise unserved(f"{where}.parts", "content other than text")
     response = shallow(given.response or {}, where)
     text = next(iter(response.values()), "") if len(response) == 1 else None
     if not (isinstance(text, str) and response.keys() <= {"output", "result", "error"}):
         text = encoded(response).decode()
+    text = joined([text, *(unseen("content") for _ in given.parts or ())])
     return result(text, given.id, failed="error" in response, name=given.name)
 
 
@@ -94,6 +102,8 @@ def _of_content(content: _Content, where: str) -> Iterator[Message]:
         elif part.function_response:
             results += 1
             yield _result(part.function_response, f"{path}.functionResponse")
+        elif part.text is None and results:  # what the tool has shown beside its result
+            texts.append(unseen("content"))
         elif part.text is None:
             raise invalid(path, "neither text nor a call nor a result: nothing else is served here")
         else:

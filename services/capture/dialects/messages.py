@@ -28,18 +28,29 @@ class Part(Struct):
 Content = str | list[Part] | None
 
 
-def text_of(content: Content, where: str, *, seam: str = "\n") -> str:
+def text_of(content: Content, where: str, *, seam: str = "\n", by_tool: bool = False) -> str:
     """The text of content.
+
+    Args:
+        by_tool: Whether a tool has answered it. What is no text is then named in its place: were this call
+            refused, so were all that follow, and the score would be of an image.
 
     Raises:
         Refusal: `invalid`: a part is something else, an image for example.
     """
     if content is None or isinstance(content, str):
         return content or ""
+    texts = []
     for index, part in enumerate(content):
-        if part.type not in TEXTS:
+        if part.type not in TEXTS and not by_tool:
             raise unserved(f"{where}[{index}].type", part.type)
-    return joined((part.text or part.refusal or "" for part in content), seam)
+        texts.append((part.text or part.refusal or "") if part.type in TEXTS else unseen(part.type))
+    return joined(texts, seam)
+
+
+def unseen(kind: str) -> str:
+    """What stands in place of what a tool has shown and a model of text cannot be."""
+    return f"[{kind}: it is not shown, for this model reads text alone]"
 
 
 def joined(texts: Iterable[str], seam: str = "\n") -> str:

@@ -79,7 +79,7 @@ def _messages(raw: Raw, where: str) -> Iterator[Message]:
             yield said(calls=[tool_call(item.call_id, "local_shell", item.action, f"{where}.action")])
         case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
             path = f"{where}.output"
-            yield result(text_of(decoded(item.output, Content, path), path), item.call_id)
+            yield result(text_of(decoded(item.output, Content, path), path, by_tool=True), item.call_id)
         case "item_reference":
             raise invalid(where, "nothing is stored here that could be referred to: send the item itself")
         case other:

@@ -276,11 +276,6 @@ def test_turns_of_the_assistant_that_follow_each_other_are_one():
         ([], {}, "messages"),
         ([{"role": "user", "content": None}], {}, "messages[0].content"),
         ([{"role": "user", "content": [{"type": "image", "source": {}}]}], {}, "messages[0].content[0].type"),
-        (
-            [{"role": "user", "content": [{"type": "tool_result", "content": [{"type": "image"}]}]}],
-            {},
-            "messages[0].content[0].content[0].type",
-        ),
         ([*ASKED, {"role": "assistant", "content": "I beg"}], {}, "messages"),
         ([{"role": "robot", "content": "x"}], {}, "messages[0].role"),
         (ASKED, {"max_tokens": -1}, "max_tokens"),

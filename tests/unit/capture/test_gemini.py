@@ -256,10 +256,6 @@ def test_what_programs_ask_for_is_recorded():
         ({"contents": [user({"inlineData": {"mimeType": "image/png", "data": ""}})]}, "contents[0].parts[0]"),
         ({"contents": [{"role": "robot", "parts": [{"text": "x"}]}]}, "contents[0].role"),
         ({"contents": [model({"functionCall": {"args": {}}})]}, "contents[0].parts[0].functionCall"),
-        (
-            {"contents": [user({"functionResponse": {"name": "f", "parts": [{}]}})]},
-            "contents[0].parts[0].functionResponse.parts",
-        ),
         ({"generationConfig": {"candidateCount": 2}}, "generationConfig.candidateCount"),
         ({"generationConfig": {"responseLogprobs": True}}, "generationConfig.responseLogprobs"),
         ({"generationConfig": {"responseModalities": ["AUDIO"]}}, "generationConfig.responseModalities"),

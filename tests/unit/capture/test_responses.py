@@ -244,10 +244,6 @@ def test_items_of_codex_are_read_as_turns():
         ({"input": [{"type": "web_search_call"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{"}]}, "input[0].arguments"),
-        (
-            {"input": [{"type": "function_call_output", "output": [{"type": "input_image"}]}]},
-            "input[0].output[0].type",
-        ),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [{"type": "namespace", "name": "n", "tools": [{"name": "f"}]}]}, "tools[0].tools[0]"),
     ],
