@@ -88,7 +88,7 @@ def test_a_program_does_its_task_token_for_token(world: CaptureWorld, name: str)
     told = heard(rollout)
     assert "42042" in told[0], told[0]
     # Each program shows another part of it, as text or as JSON, and tells where the rest is.
-    assert sum(letter.isdigit() for letter in told[1]) > 1500 and len(told[1]) < 60_000, told[1]
+    assert sum(letter.isdigit() for letter in told[1]) > 1000 and len(told[1]) < 60_000, told[1]
     assert "42042" in told[2], "the file was not there any more"
 
 

@@ -7,6 +7,7 @@ tokenizer: seconds of a processor, and 200 MB.
 import sys
 
 MODULES = {"workers.app", "services.capture", "tests.helpers.fake_engine", "tests.helpers.agent_engine"}
+MODULES |= {"benchmarks.capture", "benchmarks.token_drift"}
 
 if MODULES.intersection(sys.orig_argv):
     sys.modules["torch"] = None  # type: ignore[assignment]
