@@ -30,6 +30,8 @@ _PROBLEMS = {
     503: "Redis does not answer, or something else that is needed; Retry-After says when to try again",
 }
 """Answers with a problem document (RFC 9457), by status."""
+_PLACE = re.compile(r"<(?:\w+:)?(\w+)>")
+"""A parameter in the path of a rule."""
 _REFERENCE = "#/components/schemas/{model}"
 _ARRAYS = {
     **STRING,
@@ -49,8 +51,7 @@ def _answer(text: str, schema: Any = None, media: str = JSON) -> dict[str, Any]:
 def _described(rule: str, declared: Operation, *, public: bool) -> dict[str, Any]:
     """One operation, with its problems beside those of every call that is not public."""
     parameters = [
-        {"name": name, "in": "path", "required": True, "schema": STRING}
-        for name in re.findall(r"<(\w+)>", rule)
+        {"name": name, "in": "path", "required": True, "schema": STRING} for name in _PLACE.findall(rule)
     ]
     problems = {*declared.problems} | (set() if public else {401, 403, 503})
     problems |= ({400} if rule.startswith("/v1/") else set()) | ({404} if parameters else set())
@@ -100,7 +101,7 @@ def document(app: Flask) -> dict[str, Any]:
         models |= {(model, "validation"): None for model in declared.body}
         answered = (schema for schema in declared.answers.values() if isinstance(schema, type))
         models |= {(model, "serialization"): None for model in answered}
-        path = paths.setdefault(re.sub(r"<(\w+)>", r"{\1}", rule.rule), {})
+        path = paths.setdefault(_PLACE.sub(r"{\1}", rule.rule), {})
         for method in sorted(rule.methods - {"HEAD", "OPTIONS"}):
             public = scope_of(view, method) is None
             path[method.lower()] = _described(rule.rule, declared, public=public)

@@ -9,7 +9,7 @@ from typing import Any
 
 import redis
 import structlog
-from flask import Blueprint, Response, current_app
+from flask import Blueprint, Response, current_app, jsonify
 from pydantic import BaseModel
 
 import rollout
@@ -19,6 +19,7 @@ from services.gateway import metrics, openapi
 from services.gateway.auth import caller
 from services.gateway.context import gateway
 from services.gateway.http import OBJECT, STRING, operation
+from services.gateway.page import serving
 from services.queues import STAGES
 from services.state.api_keys import Scope
 from services.state.startup import UnfitRedis
@@ -88,11 +89,16 @@ def _parts(record: str) -> dict[str, dict[str, Any]] | None:
 
 @blueprint.get("/")
 @operation(scope=None)
-def index() -> dict[str, Any]:
-    """What this is, and where to go on; 200 while the process lives."""
-    served = {rule.rule for rule in current_app.url_map.iter_rules()}
-    places = {name: path for name, path in PLACES.items() if path.split()[0] in served}
-    return {"service": "rollout", "version": rollout.__version__, "status": "ok", **places}
+def index() -> Response:
+    """What this is, and where to go on, or the web page for a browser; 200 while the process lives."""
+    if serving.wanted():
+        response = serving.send(serving.INDEX)
+    else:
+        served = {rule.rule for rule in current_app.url_map.iter_rules()}
+        places = {name: path for name, path in PLACES.items() if path.split()[0] in served}
+        response = jsonify(service="rollout", version=rollout.__version__, status="ok", **places)
+    response.vary.add("Accept")
+    return response
 
 
 @blueprint.get("/health")

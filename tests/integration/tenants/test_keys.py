@@ -117,7 +117,7 @@ def test_each_route_needs_its_scope(world):
                 submit.add(path)
             if codes["reader"] != 403 and method != "GET":
                 changed_by_readers.add(path)
-    assert open_ == {"/", "/health", "/ready", "/openapi.json"}
+    assert open_ == {"/", "/page/x", "/health", "/ready", "/openapi.json"}
     assert submit == SUBMIT
     assert changed_by_readers == {"/v1/rollouts/ack", "/aggregate_metrics"}
     readable = ("/v1/rollouts", "/v1/results", "/v1/handlers", "/v1/status", "/v1/backends", "/v1/policy")

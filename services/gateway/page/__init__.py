@@ -1,0 +1,1 @@
+"""The web page: its files, the sessions of its readers, what it hears live, and one rollout as one file."""
