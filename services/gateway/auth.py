@@ -1,12 +1,15 @@
-"""Who calls, and what they may do: API keys, scopes, tenants.
+"""Who calls, and what they may do: API keys, sessions of the web page, scopes, tenants.
 
-Every call needs a key, wherever it comes from. What is open to all says nothing of the service.
+Every call needs a key, or a session that one began, wherever it comes from. What is open to all says nothing
+of the service.
 """
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +21,7 @@ from rollout.schema import FieldError, Problem
 from services.gateway import refusals
 from services.gateway.problems import ApiProblem, respond
 from services.state.api_keys import Access, ApiKey, KeyStore, Scope
+from services.state.sessions import Session, SessionStore, digest_of
 from services.state.startup import StartCheck
 from services.state.tenants import Tenant
 
@@ -25,6 +29,10 @@ log = structlog.get_logger("gateway")
 
 CACHE_S = 2.0
 """Keys and tenants are read again after so many seconds: that long a revoked key may still work."""
+MAX_SESSIONS = 10_000
+"""Sessions that a process remembers for so long."""
+PROOF = "X-Rollout-Session"
+"""The header with a session's proof. No page of another origin can send it, nor knows what to send."""
 MAX_HEADER = 200
 """Characters of an Authorization header worth looking at; a key has 81."""
 WORKING = ("active", "replaced")
@@ -39,6 +47,8 @@ class Caller:
 
     tenant: Tenant
     key: ApiKey
+    session: Session | None = None
+    """Of a call that came with one; None = it came with the key itself."""
 
     def may(self, scope: Scope) -> bool:
         return self.key.may(scope)
@@ -47,9 +57,10 @@ class Caller:
 class Guard:
     """Checks each call against the keys in Redis, which it reads every `CACHE_S` seconds at most."""
 
-    def __init__(self, store: KeyStore) -> None:
-        self._store = store
+    def __init__(self, store: KeyStore, sessions: SessionStore) -> None:
+        self._store, self._sessions = store, sessions
         self._cached: tuple[float, Access] | None = None
+        self._known: dict[str, tuple[float, Session]] = {}
 
     def access(self) -> Access:
         """Keys and tenants, not older than `CACHE_S`.
@@ -84,22 +95,26 @@ class Guard:
             ApiProblem: 401 without a valid key, 403 for one that may not do this; both say what is missing.
         """
         access = self.access()
-        header = request.headers.get("Authorization")
-        try:
-            key = _key(access, header)
-        except ApiProblem:
-            refusals.REFUSED.labels(refusals.KEY).inc()
-            raise
-        if not key.may(scope):
-            refusals.REFUSED.labels(refusals.SCOPE).inc()
-            held = ", ".join(sorted(key.scopes)) or "none"
-            raise ApiProblem(
-                403,
-                "Scope missing",
-                f"{request.method} {request.path} needs the scope {scope.value!r}; key {key.id} has: {held}",
-                headers=_challenge("insufficient_scope", scope),
-            )
-        return Caller(access.tenant(key.tenant), key)
+        with _counted():
+            key, session = self._credentials(access)
+        _require(key, scope)
+        return Caller(access.tenant(key.tenant), key, session)
+
+    def reader(self, text: str) -> ApiKey:
+        """The key with this text, which may read: whoever has it may begin a session.
+
+        Raises:
+            ApiProblem: As of `identify`.
+        """
+        with _counted():
+            key = _working(self.access(), text, "enter an API key, rlt_…, as `rollout keys create` shows it")
+        _require(key, Scope.READ)
+        return key
+
+    def end(self, session: Session) -> None:
+        """End a session; other processes refuse it within `CACHE_S`."""
+        self._sessions.end(session)
+        self._known.pop(session.digest, None)
 
     def holds(self, caller: Caller) -> bool:
         """Whether one who was let in would be still: an answer may take minutes, a stream days.
@@ -107,8 +122,75 @@ class Guard:
         Raises:
             redis.RedisError: It cannot be told.
         """
-        key = self.access().keys.get(caller.key.id)
-        return key is not None and key.state(time.time()) in WORKING
+        key, session = self.access().keys.get(caller.key.id), caller.session
+        lasts = session is None or self._session(session.digest) is not None
+        return lasts and key is not None and key.state(time.time()) in WORKING
+
+    def _credentials(self, access: Access) -> tuple[ApiKey, Session | None]:
+        """What the request came with: a key, or cookie and proof of a session."""
+        header, proof = request.headers.get("Authorization"), request.headers.get(PROOF)
+        token = request.cookies.get(cookie_name()) if header is None else None
+        if header is not None or (token is None and proof is None):
+            return _key(access, header), None
+        if token is None or proof is None:
+            missing = f"the header {PROOF}" if proof is None else f"the cookie {cookie_name()}"
+            detail = f"a session counts only with its cookie and its proof; {missing} is not there: {LOG_IN}"
+            raise ApiProblem(401, "Session incomplete", detail, headers=_challenge())
+        digest = digest_of(token)
+        session = self._session(digest) if digest else None
+        key = access.keys.get(session.key_id) if session else None
+        if session is None or key is None or not session.proven_by(proof[:MAX_HEADER]):
+            detail = f"the session is over, or not known here: {LOG_IN}"
+            raise ApiProblem(401, "Session over", detail, headers=_challenge("invalid_token"))
+        _check_state(key, time.time())
+        return key, session
+
+    def _session(self, digest: str) -> Session | None:
+        """A session that is not over, as it was `CACHE_S` ago at most."""
+        at, session = self._known.get(digest, (float("-inf"), None))
+        asked = time.monotonic()
+        if asked - at >= CACHE_S:
+            session = self._sessions.read(digest)
+            if len(self._known) >= MAX_SESSIONS:
+                self._known.clear()
+            if session is None:
+                self._known.pop(digest, None)
+            else:
+                self._known[digest] = asked, session
+        return session if session is not None and session.expires_at > time.time() else None
+
+
+LOG_IN = "log in again at /"
+
+
+def cookie_name() -> str:
+    """That of a session's cookie. Cookies know no ports, so each gateway of a host has a name of its own."""
+    port = re.search(r":(\d{1,5})$", request.host)
+    return f"rollout_session_{port[1] if port else 443 if request.is_secure else 80}"
+
+
+@contextmanager
+def _counted() -> Iterator[None]:
+    """Count who is refused for want of a key."""
+    try:
+        yield
+    except ApiProblem:
+        refusals.REFUSED.labels(refusals.KEY).inc()
+        raise
+
+
+def _require(key: ApiKey, scope: Scope) -> None:
+    """Refuse a key that may not do this."""
+    if key.may(scope):
+        return
+    refusals.REFUSED.labels(refusals.SCOPE).inc()
+    held = ", ".join(sorted(key.scopes)) or "none"
+    raise ApiProblem(
+        403,
+        "Scope missing",
+        f"{request.method} {request.path} needs the scope {scope.value!r}; key {key.id} has: {held}",
+        headers=_challenge("insufficient_scope", scope),
+    )
 
 
 def _challenge(error: str | None = None, scope: Scope | None = None) -> Mapping[str, str]:
@@ -132,16 +214,26 @@ def _key(access: Access, header: str | None) -> ApiKey:
     if scheme.lower() != "bearer":
         detail = f"the Authorization header has another scheme than Bearer: {expected}"
         raise ApiProblem(401, "API key missing", detail, headers=_challenge())
-    key = access.find(text.strip(" ")) if len(header) <= MAX_HEADER else None
+    return _working(access, text.strip(" ") if len(header) <= MAX_HEADER else "", expected)
+
+
+def _working(access: Access, text: str, expected: str) -> ApiKey:
+    """The key with this text, if it is accepted."""
+    key = access.find(text)
     if key is None:
         detail = f"the key is not known here, or it is mistyped: {expected}"
         raise ApiProblem(401, "API key not valid", detail, headers=_challenge("invalid_token"))
-    state = key.state(time.time())
+    _check_state(key, time.time())
+    return key
+
+
+def _check_state(key: ApiKey, now: float) -> None:
+    """Refuse a key that works no longer."""
+    state = key.state(now)
     if state not in WORKING:
         by = f" and was replaced by {key.replaced_by}" if key.replaced_by else ""
         detail = f"key {key.id} is {state}{by}: ask the operator for another one (`rollout keys`)"
         raise ApiProblem(401, "API key not valid", detail, headers=_challenge("invalid_token"))
-    return key
 
 
 def register(app: Flask, guard: Guard, start: StartCheck) -> None:
@@ -164,6 +256,9 @@ def register(app: Flask, guard: Guard, start: StartCheck) -> None:
     def _check_again(response: Response) -> Response:
         # A long-poll whose key was revoked meanwhile must not answer. What a POST did is done.
         me = g.get("caller")
+        if me is not None and me.session is not None:  # it may lie in a browser that others use
+            response.headers.setdefault("Cache-Control", "no-store")
+            response.headers["X-Content-Type-Options"] = "nosniff"
         if me is None or request.method != "GET" or time.monotonic() - g.checked_at < CACHE_S:
             return response
         try:

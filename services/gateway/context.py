@@ -21,6 +21,7 @@ from services.state.redis import connect
 from services.state.results.store import ResultStore
 from services.state.results.stream import ResultStream
 from services.state.rollouts.store import RolloutStore
+from services.state.sessions import SessionStore
 from services.state.startup import StartCheck
 from services.state.tenants import TenantStore
 from services.state.webhooks import WebhookStore
@@ -48,7 +49,8 @@ class Gateway:
         self.webhook_addresses = AllowedAddresses(settings.webhook_allow)
         self.tenants = TenantStore(client)
         self.jobs = JobStore(client)
-        self.guard = Guard(KeyStore(client))
+        self.sessions = SessionStore(client)
+        self.guard = Guard(KeyStore(client), self.sessions)
         self.tasks = TaskChecker(self.fleet)
         self.dispatcher = Dispatcher(make_celery(settings), self.rollouts)
         self.streams = Places(

@@ -108,6 +108,10 @@ TOTALS = "rollouts:totals"
 """Hash: sums for /metrics (attempts, blame, retries, what was lost or dropped)."""
 API_KEYS = "api_keys"
 """Hash: key id → what is kept of it (JSON, with the SHA-256 of its secret)."""
+session = Key("session:<digest>")
+"""String: a session of the web page (JSON), by the SHA-256 of its token; expires with it."""
+sessions_of = Key("sessions:<key_id>")
+"""List: digests of a key's sessions, the newest first."""
 TENANTS = "tenants"
 """Hash: tenant → its limits (JSON). A tenant without an entry has none."""
 ACCESS_VERSION = "access:version"

@@ -36,7 +36,7 @@ class _Anybody(Guard):
     """Lets in whoever calls the port, as its tenant."""
 
     def __init__(self, gate: Gateway, compat: Compat) -> None:
-        super().__init__(KeyStore(gate.redis))
+        super().__init__(KeyStore(gate.redis), gate.sessions)
         self._compat = compat
         scopes = frozenset((Scope.SUBMIT, Scope.READ))
         self._key = ApiKey(id=NOBODY, tenant=compat.tenant, scopes=scopes, digest="", created_at=0.0)

@@ -117,9 +117,9 @@ def test_each_route_needs_its_scope(world):
                 submit.add(path)
             if codes["reader"] != 403 and method != "GET":
                 changed_by_readers.add(path)
-    assert open_ == {"/", "/page/x", "/health", "/ready", "/openapi.json"}
+    assert open_ == {"/", "/page/x", "/v1/session", "/health", "/ready", "/openapi.json"}
     assert submit == SUBMIT
-    assert changed_by_readers == {"/v1/rollouts/ack", "/aggregate_metrics"}
+    assert changed_by_readers == {"/v1/rollouts/ack", "/v1/session", "/aggregate_metrics"}
     readable = ("/v1/rollouts", "/v1/results", "/v1/handlers", "/v1/status", "/v1/backends", "/v1/policy")
     assert [world.get(path, "reader").status_code for path in readable] == [200] * len(readable)
 

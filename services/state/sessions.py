@@ -1,0 +1,86 @@
+"""Sessions of the web page: what a browser has in place of an API key, for some hours.
+
+A session has two random texts: the token in a cookie, and the proof that the page keeps. Cookies know no
+ports, and whoever listens on another port of the host may be sent one; so neither counts alone. Redis holds the
+SHA-256 of both and never the texts, as of keys.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import secrets
+import time
+
+import redis
+from pydantic import BaseModel, ConfigDict
+
+from services.state import keys
+from services.state.api_keys import ApiKey
+
+LIFETIME_S = 12 * 3600
+MOST = 100
+"""Sessions of a key; the oldest gives way to one more."""
+_TEXT = re.compile(r"[0-9a-f]{64}")
+
+
+class Session(BaseModel):
+    """What is kept of a session. What it may do is what its key may."""
+
+    model_config = ConfigDict(frozen=True)
+
+    digest: str
+    """SHA-256 of its token, in hex."""
+    proof: str
+    """SHA-256 of its proof, in hex."""
+    key_id: str
+    expires_at: float
+    """Seconds since the epoch."""
+
+    def proven_by(self, text: str) -> bool:
+        """Whether this is the proof."""
+        return hmac.compare_digest(_digest(text), self.proof)
+
+
+def digest_of(token: str) -> str | None:
+    """What the session of a token is kept by; None = the text is no token."""
+    return _digest(token) if _TEXT.fullmatch(token) else None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="replace")).hexdigest()
+
+
+class SessionStore:
+    """The sessions, in Redis, which forgets each when it is over."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self._redis = client
+
+    def create(self, key: ApiKey) -> tuple[Session, str, str]:
+        """Begin a session for a key. Returns it with its token and its proof, which are nowhere kept."""
+        token, proof = secrets.token_hex(32), secrets.token_hex(32)
+        ends = min(time.time() + LIFETIME_S, key.expires_at or float("inf"))
+        session = Session(digest=_digest(token), proof=_digest(proof), key_id=key.id, expires_at=ends)
+        name, own = keys.session(session.digest), keys.sessions_of(key.id)
+        with self._redis.pipeline() as pipe:
+            pipe.set(name, session.model_dump_json(), ex=max(1, int(ends - time.time())))
+            pipe.lpush(own, session.digest)
+            pipe.expire(own, LIFETIME_S)
+            pipe.lrange(own, MOST, -1)
+            pipe.ltrim(own, 0, MOST - 1)
+            oldest = pipe.execute()[3]
+        if oldest:
+            self._redis.delete(*map(keys.session, oldest))
+        return session, token, proof
+
+    def read(self, digest: str) -> Session | None:
+        """The session of a token with this digest, if it is not over."""
+        raw = self._redis.get(keys.session(digest))
+        return Session.model_validate_json(raw) if raw else None
+
+    def end(self, session: Session) -> None:
+        """End it. Twice is harmless."""
+        self._redis.delete(keys.session(session.digest))
+        self._redis.lrem(keys.sessions_of(session.key_id), 1, session.digest)
