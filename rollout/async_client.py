@@ -22,6 +22,7 @@ from rollout.schema import (
     AckResponse,
     AgentAccess,
     BatchRequest,
+    Blame,
     Group,
     ResultPage,
     Rollout,
@@ -117,14 +118,22 @@ class AsyncClient(AsyncService):
         limit: int | None = None,
         cursor: str | None = None,
         tenant: str | None = None,
+        policy_version: str | None = None,
+        blame: Blame | str | None = None,
+        drop: bool | None = None,
+        reward_min: float | None = None,
+        reward_max: float | None = None,
     ) -> RolloutPage:
-        """One page of summaries that fit all the filters given.
+        """One page of summaries that fit all the filters given; there are more while it has a cursor.
 
         Args:
+            policy_version: One of those that sampled it.
+            reward_min: None where `reward_max` is None, too: also those without a reward.
             tenant: Whose; `*` = everybody's, for keys with the scope `admin`. None = the key's own.
         """
         filters = present(state=state, handler=handler, group_id=group_id, tag=tag)
-        filters |= present(limit=limit, cursor=cursor, tenant=tenant)
+        filters |= present(limit=limit, cursor=cursor, tenant=tenant, policy_version=policy_version)
+        filters |= present(blame=blame, drop=drop, reward_min=reward_min, reward_max=reward_max)
         return await self.fetch(RolloutPage, "GET", "/v1/rollouts", params=filters)
 
     async def agent(self, rollout_id: str) -> AgentAccess:

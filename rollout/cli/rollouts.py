@@ -6,6 +6,7 @@ import math
 import shlex
 import time
 from contextlib import suppress
+from typing import Any
 
 import click
 from rich.console import Group
@@ -24,7 +25,7 @@ from rollout.cli.common import (
 )
 from rollout.client import ApiError, Client
 from rollout.http import NOT_FOUND
-from rollout.schema import Rollout, State
+from rollout.schema import Blame, Rollout, State
 
 MOST_OF_GROUP = 1000
 complete_ids = completed(lambda client: [rollout.id for rollout in client.list(limit=500).rollouts])
@@ -49,10 +50,15 @@ def status(as_json: bool, url: str | None) -> None:
 @click.option("--handler", shell_complete=complete_handlers)
 @click.option("--group", "group_id")
 @click.option("--tag")
+@click.option("--policy-version", metavar="V", help="Only those that weights of this version sampled from.")
+@click.option("--blame", type=click.Choice([b.value for b in Blame]), help="Only failures laid to this.")
+@click.option("--dropped/--not-dropped", "drop", default=None, help="Only those that are, or are not.")
+@click.option("--reward-min", type=float, metavar="R", help="Only rewards from this one on.")
+@click.option("--reward-max", type=float, metavar="R", help="Only rewards up to this one.")
 @click.option("--limit", default=50, show_default=True, help="Most rollouts to show.")
 @json_option
 @url_option
-def list_(limit: int, as_json: bool, url: str | None, **filters: str | None) -> None:
+def list_(limit: int, as_json: bool, url: str | None, **filters: Any) -> None:
     """List rollouts, one line each."""
     with connect(url) as client:
         rollouts = select(client, limit + 1, **filters)
@@ -62,7 +68,7 @@ def list_(limit: int, as_json: bool, url: str | None, **filters: str | None) -> 
         err.print(f"[dim]there are more than {limit}: raise --limit[/]")
 
 
-def select(client: Client, limit: int, **filters: str | None) -> list[Rollout]:
+def select(client: Client, limit: int, **filters: Any) -> list[Rollout]:
     """Summaries of so many rollouts that fit all the filters."""
     rollouts: list[Rollout] = []
     cursor = None

@@ -1,7 +1,7 @@
 """Sessions of the web page: what a browser has in place of an API key, for some hours.
 
 A session has two random texts: the token in a cookie, and the proof that the page keeps. Cookies know no
-ports, and whoever listens on another port of the host may be sent one; so neither counts alone. Redis holds the
+ports, and whoever listens on another port of the host may be sent one: neither counts alone. Redis holds the
 SHA-256 of both and never the texts, as of keys.
 """
 

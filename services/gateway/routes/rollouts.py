@@ -11,6 +11,7 @@ from pydantic import Field
 from rollout import schema
 from rollout.schema import (
     AgentAccess,
+    Blame,
     CancelResponse,
     FieldError,
     Rollout,
@@ -32,11 +33,9 @@ from services.gateway.problems import ApiProblem, invalid
 from services.gateway.tasks import check_submission
 from services.gateway.waiting import Interest
 from services.state.api_keys import Scope
+from services.state.rollouts import listing
 
 blueprint = Blueprint("rollouts", __name__, url_prefix="/v1")
-
-_SCAN_PAGES = 20
-"""Pages of an index that one listing reads while it looks for matches."""
 
 
 class CancelRequest(Strict):
@@ -123,35 +122,31 @@ def list_rollouts(
     handler: Annotated[str | None, query("Only this handler.")],
     group_id: Annotated[str | None, query("Only this group.")],
     tag: Tag,
+    policy_version: Annotated[str | None, query("Only those that weights of this version sampled from.")],
+    blame: Annotated[Blame | None, query("Only failures that are laid to this.")],
+    drop: Annotated[bool | None, query("Only those that are dropped, or those that are not.")],
+    reward_min: Annotated[float | None, query("Only rewards from this one on.", allow_inf_nan=False)],
+    reward_max: Annotated[float | None, query("Only rewards up to this one.", allow_inf_nan=False)],
     limit: Limit,
     cursor: Annotated[int, query("Where the last page ended.", 0, ge=0, le=MAX_INT53)],
     tenant: Tenant,
 ) -> RolloutPage:
     """List rollouts, the newest first, by any of the filters."""
-    store, offset = gateway().rollouts, cursor
-    rollouts: list[Rollout] = []
-    more = True
-    for _ in range(_SCAN_PAGES):
-        ids = store.ids(state=state, group_id=group_id, tag=tag, tenant=tenant, offset=offset, limit=limit)
-        more = len(ids) == limit
-        by_id = {item.id: item for item in store.get_many(ids, trajectory=False, tenant=tenant)}
-        # Looked at one by one: the cursor must not pass what did not fit into this page.
-        for item in map(by_id.get, ids):
-            if len(rollouts) == limit:
-                break
-            offset += 1
-            if (
-                item is not None
-                and state in (None, item.state)
-                and group_id in (None, item.group_id)
-                and handler in (None, item.handler)
-                and (tag is None or tag in item.request.tags)
-            ):
-                rollouts.append(item)
-        if len(rollouts) == limit or not more:
-            break
-    more = more or len(rollouts) == limit
-    return RolloutPage(rollouts=rollouts, cursor=str(offset) if more else None)
+    wanted = listing.Filter(
+        tenant=tenant,
+        state=state,
+        handler=handler,
+        group_id=group_id,
+        tag=tag,
+        policy_version=policy_version,
+        blame=blame,
+        drop=drop,
+        reward_min=reward_min,
+        reward_max=reward_max,
+    )
+    gate = gateway()
+    rollouts, more = listing.page(gate.redis, gate.rollouts, wanted, cursor, limit)
+    return RolloutPage(rollouts=rollouts, cursor=None if more is None else str(more))
 
 
 @blueprint.post("/rollouts/<rollout_id>/cancel")
