@@ -21,7 +21,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -40,7 +40,7 @@ from examples.training.feed import Collected, Feed, Plan, read_lines  # noqa: E4
 from examples.training.record import Log, mean, plot, report  # noqa: E402
 from examples.training.service import own_service  # noqa: E402
 from rollout.batch import Verdict  # noqa: E402
-from rollout.client import Client  # noqa: E402
+from rollout.client import ApiError, Client  # noqa: E402
 from rollout.policy import Canary, UpdateState  # noqa: E402
 from rollout.schema import EXTERNAL, Agent, Limits, RolloutRequest  # noqa: E402
 
@@ -52,6 +52,11 @@ TASK_DRAW = 256
 PROGRAM_S = 300.0
 """Seconds of RUN for a rollout that a program drives, its wait for a place among --at-once included."""
 PLOT_EVERY = 10
+REPORTED = (
+    *("reward", "logprob_gap", "staleness", "staleness_max", "informative", "loss", "entropy", "grad_norm"),
+    *("clipped", "truncated", "tokens", "scored", "dropped", "carried"),
+)
+"""Numbers of a step's line of the log that the service is told."""
 DEFAULTS = {
     # groups, n, filters, prompts at hand, gradient steps a batch, learning rate
     "grpo": {"groups": 6, "n": 8, "filters": (), "supply": 1.5, "passes": 2, "lr": 4e-5},
@@ -122,7 +127,16 @@ class Trainer:
         self._update_backends()
         seconds["update"] = time.monotonic() - begun
         self.log.add(row)
+        self._report(row)
         return row
+
+    def _report(self, row: dict) -> None:
+        """Show the step on the service's page; without that the run goes on all the same."""
+        with suppress(ApiError):
+            numbers = {name: row.get(name) for name in REPORTED} | {
+                f"seconds.{name}": seconds for name, seconds in row["seconds"].items()
+            }
+            self.client.report(row["step"], numbers, run=self.run, policy_version=row["version"])
 
     def _learn(self, samples: list[Sample]) -> dict:
         """Gradient steps on one batch, in parts that fit into memory."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 
-from rollout.http import Gateway, Polls
+from rollout.http import Gateway, Polls, present
 from rollout.schema import (
     Backend,
     BackendRequest,
@@ -19,6 +21,9 @@ from rollout.schema import (
     PolicyRequest,
     PolicyStatus,
     PolicyUpdate,
+    Report,
+    ReportRequest,
+    RunReports,
 )
 
 
@@ -129,6 +134,35 @@ class AsyncService(Gateway):
         """One update, once it has ended or after `wait` seconds (at most what the gateway allows)."""
         path = f"/v1/policy/updates/{quote(update_id, safe='')}"
         return await self.fetch(PolicyUpdate, "GET", path, params={"wait": round(wait, 3)}, wait=wait)
+
+    # ------------------------------------------------------------------------------ training
+
+    async def report(
+        self,
+        step: int,
+        metrics: Mapping[str, Any],
+        run: str = "default",
+        policy_version: str | None = None,
+    ) -> None:
+        """Say what a step of training came to, for whoever looks at the page.
+
+        Saying it again replaces it, so a trainer that is started again need not know what it said.
+
+        Args:
+            metrics: Numbers by name, at most 64: `reward`, `logprob_gap`, `staleness`, … Those that are None,
+                NaN or infinite are left out; the chart has a gap there.
+            policy_version: The weights after the step.
+        """
+        numbers = {name: float(value) for name, value in metrics.items() if value is not None}
+        finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        if finite:
+            request = ReportRequest(run=run, step=step, metrics=finite, policy_version=policy_version)
+            await self.send("POST", "/v1/reports", body=request)
+
+    async def reports(self, run: str = "default", limit: int | None = None) -> list[Report]:
+        """The steps of a run that were reported, in their order."""
+        path = f"/v1/reports/{quote(run, safe='')}"
+        return (await self.fetch(RunReports, "GET", path, params=present(limit=limit))).reports
 
     # ------------------------------------------------------------------------------ the service
 

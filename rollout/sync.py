@@ -205,6 +205,8 @@ class Client:
     update_policy = _blocking(AsyncClient.update_policy)
     forget_policy = _blocking(AsyncClient.forget_policy)
     policy_update = _blocking(AsyncClient.policy_update)
+    report = _blocking(AsyncClient.report)
+    reports = _blocking(AsyncClient.reports)
     status = _blocking(AsyncClient.status)
     fleet = _blocking(AsyncClient.fleet)
     ready = _blocking(AsyncClient.ready)

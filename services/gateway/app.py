@@ -14,7 +14,17 @@ from services.gateway.answers import compress_answers
 from services.gateway.compat.app import register as register_compat
 from services.gateway.context import EXTENSION, Gateway
 from services.gateway.page import serving, session
-from services.gateway.routes import backends, batches, fleet, policy, results, rollouts, service, webhooks
+from services.gateway.routes import (
+    backends,
+    batches,
+    fleet,
+    policy,
+    reports,
+    results,
+    rollouts,
+    service,
+    webhooks,
+)
 from services.settings import Settings
 from services.settings import settings as process_settings
 from services.state.redis import connect
@@ -22,7 +32,7 @@ from services.state.startup import StartCheck, UnfitRedis
 
 log = structlog.get_logger("gateway")
 
-ROUTES = (rollouts, batches, results, webhooks, backends, policy, fleet, service)
+ROUTES = (rollouts, batches, results, webhooks, backends, policy, fleet, reports, service)
 PAGE = (serving, session)
 BLUEPRINTS = tuple(module.blueprint for module in (*ROUTES, *PAGE))
 

@@ -18,6 +18,7 @@ from services.state.jobs import JobStore
 from services.state.observations import Observations
 from services.state.policy.store import PolicyStore
 from services.state.redis import connect
+from services.state.reports import ReportStore
 from services.state.results.store import ResultStore
 from services.state.results.stream import ResultStream
 from services.state.rollouts.store import RolloutStore
@@ -48,6 +49,7 @@ class Gateway:
         self.webhooks = WebhookStore(client, settings.webhook_url)
         self.webhook_addresses = AllowedAddresses(settings.webhook_allow)
         self.tenants = TenantStore(client)
+        self.reports = ReportStore(client)
         self.jobs = JobStore(client)
         self.sessions = SessionStore(client)
         self.guard = Guard(KeyStore(client), self.sessions)

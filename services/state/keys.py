@@ -116,6 +116,12 @@ TENANTS = "tenants"
 """Hash: tenant → its limits (JSON). A tenant without an entry has none."""
 ACCESS_VERSION = "access:version"
 """String: another one after each change of keys or tenants, so that gateways know when to read them again."""
+reports_of = Key("reports:<tenant>")
+"""Sorted set: runs of training that the tenant reports of, by when it did last (ms)."""
+reports_bytes = Key("reports:bytes:<tenant>")
+"""Hash: run → bytes of its reports."""
+reports = Key("reports:run:<tenant>:<run>")
+"""Sorted set: reports of a run (JSON) by step."""
 TENANTS_LIVE = "tenants:live"
 """Hash: tenant → number of its rollouts that have not ended."""
 TENANTS_BYTES = "tenants:bytes"
