@@ -23,6 +23,7 @@ from services.gateway.routes import (
     results,
     rollouts,
     service,
+    tokenizers,
     webhooks,
 )
 from services.settings import Settings
@@ -32,7 +33,7 @@ from services.state.startup import StartCheck, UnfitRedis
 
 log = structlog.get_logger("gateway")
 
-ROUTES = (rollouts, batches, results, webhooks, backends, policy, fleet, reports, service)
+ROUTES = (rollouts, batches, results, webhooks, backends, policy, fleet, reports, tokenizers, service)
 PAGE = (serving, session)
 BLUEPRINTS = tuple(module.blueprint for module in (*ROUTES, *PAGE))
 

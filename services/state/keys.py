@@ -116,6 +116,8 @@ TENANTS = "tenants"
 """Hash: tenant → its limits (JSON). A tenant without an entry has none."""
 ACCESS_VERSION = "access:version"
 """String: another one after each change of keys or tenants, so that gateways know when to read them again."""
+vocabulary = Key("vocabulary:<digest>")
+"""String: texts of a tokenizer's ids (JSON, packed by gzip), written by who loads it."""
 reports_of = Key("reports:<tenant>")
 """Sorted set: runs of training that the tenant reports of, by when it did last (ms)."""
 reports_bytes = Key("reports:bytes:<tenant>")
