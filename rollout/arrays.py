@@ -134,6 +134,15 @@ class Record(Struct, frozen=True):
         with self._opened() as document:
             return [chain.get("role", "agent") for chain in document["chains"]]
 
+    def tokenizer(self) -> str | None:
+        """What `Trajectory.tokenizer` is.
+
+        Raises:
+            WireError: The document is damaged.
+        """
+        with self._opened() as document:
+            return document.get("tokenizer")
+
     @contextmanager
     def _opened(self) -> Iterator[Any]:
         try:

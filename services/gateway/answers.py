@@ -27,9 +27,14 @@ LEVEL = 1
 class Answer:
     """The answer to the request under way, in the form that it asks for."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, msgpack: bool = False) -> None:
+        """
+        Args:
+            msgpack: Whether it has that form, whatever the request asks for.
+        """
         # The first one where the reader has no wish, or accepts both alike.
-        self._msgpack = request.accept_mimetypes.best_match([JSON, wire.MEDIA_TYPE]) == wire.MEDIA_TYPE
+        wish = request.accept_mimetypes.best_match([JSON, wire.MEDIA_TYPE])
+        self._msgpack = msgpack or wish == wire.MEDIA_TYPE
         self._store = gateway().rollouts
         self._kept: dict[str, int] = {}
         """Bytes of each record in Redis."""
@@ -50,16 +55,19 @@ class Answer:
 
     def send(self, model: BaseModel) -> Response:
         """The response."""
-        body = model.model_dump_json()
         if self._msgpack:
-            sizes = self._kept | {name: len(record) for name, record in self._made.items()}
-            packed = wire.PackedAnswer(body, sizes, self._records())
+            packed = self.pack(model)
             response = Response(packed, content_type=wire.MEDIA_TYPE)
             response.content_length = packed.nbytes
         else:
-            response = Response(body, content_type=JSON)
+            response = Response(model.model_dump_json(), content_type=JSON)
         response.vary.add("Accept")
         return response
+
+    def pack(self, model: BaseModel) -> wire.PackedAnswer:
+        """The msgpack of it, in pieces."""
+        sizes = self._kept | {name: len(record) for name, record in self._made.items()}
+        return wire.PackedAnswer(model.model_dump_json(), sizes, self._records())
 
     def _records(self) -> Iterator[bytes]:
         if self._kept:

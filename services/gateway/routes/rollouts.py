@@ -87,15 +87,24 @@ def get(rollout_id: str, wait: Wait, include: Include, tenant: Tenant) -> Respon
         ended = partial(gate.rollouts.ended, rollout_id, tenant)
         gate.waiting.wait(ended, wait, Interest(rollout_id=rollout_id))
     answer = Answer()
+    return answer.send(read(answer, rollout_id, tenant, include))
+
+
+def read(answer: Answer, rollout_id: str, tenant: str | None, include: Include = "trajectory") -> Rollout:
+    """A rollout to be put into an answer; of one in RUN with its turns so far.
+
+    Raises:
+        ApiProblem: 404; it is not there, or not the tenant's.
+    """
     rollouts = answer.rollouts([rollout_id], trajectory=include == "trajectory", tenant=tenant)
     if not rollouts:
         # Also somebody else's: a 403 would say that it exists.
         raise _absent(rollout_id)
     (rollout,) = rollouts
     if include == "trajectory" and rollout.state is State.RUNNING:
-        driven = rollout.request.agent is not None
+        gate, driven = gateway(), rollout.request.agent is not None
         rollout.trajectory = so_far(gate.redis, rollout) if driven else gate.rollouts.so_far(rollout)
-    return answer.send(rollout)
+    return rollout
 
 
 @blueprint.get("/rollouts/<rollout_id>/agent")

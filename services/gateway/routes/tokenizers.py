@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 
+import redis
 from flask import Blueprint, Response, request
 
 from services.gateway.context import gateway
@@ -15,16 +16,16 @@ from services.state.rollouts import payloads
 blueprint = Blueprint("tokenizers", __name__, url_prefix="/v1")
 
 
-def stored_texts(digest: str) -> bytes | None:
+def stored_texts(client: redis.Redis, digest: str) -> bytes | None:
     """The texts of a tokenizer's ids as a worker wrote them: JSON packed by gzip; None = there are none."""
-    return payloads.get(gateway().redis, keys.vocabulary(digest))
+    return payloads.get(client, keys.vocabulary(digest))
 
 
 @blueprint.get("/tokenizers/<digest>")
 @operation()
 def texts(digest: str) -> Response:
     """Texts of token ids, for the tokenizer with whose digest `Trajectory.tokenizer` ends."""
-    body = stored_texts(digest)
+    body = stored_texts(gateway().redis, digest)
     if body is None:
         detail = (
             f"the texts of tokenizer {digest!r} are not here: a RUN worker writes them when it loads the "

@@ -1,0 +1,211 @@
+"""One rollout, or one group, as a single HTML file that opens without a server.
+
+The file has the page's own modules, as data: addresses in an import map, and the answers of the API that its
+view asks for. These lie in it as base64, so that nothing a model wrote can end the element that it is in. A
+policy of the file's own lets it run those modules and reach nobody.
+"""
+
+from __future__ import annotations
+
+import gzip
+import html
+import json
+import posixpath
+import re
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from hashlib import sha256
+from itertools import chain
+from typing import Any
+from urllib.parse import quote
+
+from flask import Blueprint, Response
+from pydantic_core import from_json
+
+from rollout import arrays
+from rollout.arrays import PackedAnswer
+from rollout.schema import Rollout, RolloutPage
+from services.gateway.answers import Answer
+from services.gateway.context import gateway
+from services.gateway.http import JSON, STRING, Tenant, operation
+from services.gateway.page import serving
+from services.gateway.problems import ApiProblem, invalid
+from services.gateway.routes.rollouts import read
+from services.gateway.routes.tokenizers import stored_texts
+
+blueprint = Blueprint("export", __name__, url_prefix="/v1")
+
+MOST_ROLLOUTS = 64
+MOST_BYTES = 64 << 20
+"""Of the answers in a file: browsers open it whole."""
+ENTRY = "app.js"
+ADDRESS = "page/"
+"""How the names of modules begin in the import map, and addresses of files in `index.html`."""
+IMPORT = re.compile(r"""(\b(?:from|import)\s*)(["'])(\.{1,2}/[^"'\n]+)\2""")
+STYLE = re.compile(rf'<link rel="stylesheet" href="{ADDRESS}([^"]+)">')
+SCRIPT = f'<script type="module" src="{ADDRESS}{ENTRY}"></script>'
+BEGIN = f'import "{ADDRESS}{ENTRY}";'
+TAIL = f'</script>\n<script type="module">{BEGIN}</script>\n</body>\n</html>\n'
+NOTHING = "'none'"
+
+
+@blueprint.get("/rollouts/<rollout_id>/page")
+@operation(413, answers={200: STRING}, media=serving.HTML)
+def rollout_page(rollout_id: str, tenant: Tenant) -> Response:
+    """A rollout as one HTML file."""
+    return _send(rollout_id, "rollouts", [rollout_id], tenant, {})
+
+
+@blueprint.get("/groups/<group_id>/page")
+@operation(413, answers={200: STRING}, media=serving.HTML)
+def group_page(group_id: str, tenant: Tenant) -> Response:
+    """A group as one HTML file."""
+    if tenant is None:
+        raise invalid("tenant", "name one tenant: groups are each tenant's own")
+    store = gateway().rollouts
+    ids = store.ids(group_id=group_id, tenant=tenant, limit=MOST_ROLLOUTS + 1)
+    members = [] if len(ids) > MOST_ROLLOUTS else list(store.get_many(ids, trajectory=False, tenant=tenant))
+    if len(ids) > MOST_ROLLOUTS:
+        raise _too_large(f"group {group_id!r} has more than {MOST_ROLLOUTS} rollouts")
+    if not members:
+        raise ApiProblem(404, "No such group", f"there is no group {group_id!r} that can be read")
+    listed = RolloutPage(rollouts=members).model_dump_json().encode()
+    return _send(group_id, "groups", [item.id for item in members], tenant, {"/v1/rollouts": listed})
+
+
+def _too_large(what: str) -> ApiProblem:
+    detail = f"{what}: save rollouts one by one, or as data with `rollout export ID --format atif`"
+    return ApiProblem(413, "Too large for one file", detail)
+
+
+def _send(name: str, view: str, ids: list[str], tenant: str | None, listed: dict[str, bytes]) -> Response:
+    """The file of some rollouts as an answer, which is made while it is sent."""
+    packed: dict[str, PackedAnswer] = {}
+    for rollout_id in ids:
+        answer = Answer(msgpack=True)
+        packed[f"/v1/rollouts/{_quoted(rollout_id)}"] = answer.pack(read(answer, rollout_id, tenant))
+        if sum(item.nbytes for item in packed.values()) > MOST_BYTES:
+            raise _too_large(f"{name!r} takes more than {MOST_BYTES >> 20} MiB")
+    head, policy = _shell(f"{view.removesuffix('s')} {name}")
+    answers = _answers(f"#/{view}/{_quoted(name)}", listed, packed, partial(stored_texts, gateway().redis))
+    response = Response(chain([head], answers, [TAIL]), content_type=f"{serving.HTML}; charset=utf-8")
+    file = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)
+    response.headers["Content-Disposition"] = f'attachment; filename="{view.removesuffix("s")}-{file}.html"'
+    # Where somebody opens it in place all the same, it is nobody's page: it cannot touch a session.
+    sandbox = f"sandbox allow-scripts allow-downloads; {policy}; frame-ancestors 'none'"
+    response.headers.update(
+        serving.HEADERS | {"Content-Security-Policy": sandbox, "Cache-Control": "no-store"}
+    )
+    return response
+
+
+# -- what the API answers ----------------------------------------------------------------------
+
+
+def _quoted(text: str) -> str:
+    """A part of an address, as the `encodeURIComponent` of browsers has it."""
+    return quote(text, safe="!~*'()")
+
+
+def _answers(
+    view: str,
+    listed: Mapping[str, bytes],
+    packed: Mapping[str, PackedAnswer],
+    texts_of: Callable[[str], bytes | None],
+) -> Iterator[str]:
+    """The object of answers by address, in pieces: of the rollouts one is in memory at a time."""
+    yield f'{{"#":{json.dumps(view)}'
+    for path, body in listed.items():
+        yield _entry(path, JSON, body)
+    used: dict[str, set[int]] = {}
+    for path, answer in packed.items():
+        body = b"".join(answer)
+        yield _entry(path, arrays.MEDIA_TYPE, body)
+        _note_ids(body, used)
+    for digest, ids in used.items():
+        if (stored := texts_of(digest)) is not None:
+            body = json.dumps({"texts": _texts(stored, ids)}).encode()
+            yield _entry(f"/v1/tokenizers/{_quoted(digest)}", JSON, body)
+    yield "}"
+
+
+def _entry(path: str, kind: str, body: bytes) -> str:
+    return f',{json.dumps(path)}:{{"type":"{kind}","body":"{b64encode(body).decode()}"}}'
+
+
+def _note_ids(body: bytes, used: dict[str, set[int]]) -> None:
+    """Enter the token ids of an answer, by the digest of their tokenizer."""
+    document, records = arrays.unpack_answer(body)
+    for record in records.values():
+        name = record.tokenizer()
+        ids = (token for part in record.chains for token in arrays.unpack_ids(part.ids))
+        used.setdefault(_digest(name), set()).update(ids)
+    if not records and (trajectory := Rollout.model_validate_json(document).trajectory) is not None:
+        ids = (token for part in trajectory.chains for token in part.token_ids)
+        used.setdefault(_digest(trajectory.tokenizer), set()).update(ids)
+
+
+def _digest(tokenizer: str | None) -> str:
+    """The digest that a tokenizer's name ends with."""
+    return (tokenizer or "").rpartition("@")[2]
+
+
+def _texts(stored: bytes, ids: set[int]) -> dict[int, Any]:
+    """Texts of these ids alone: a vocabulary has a hundred thousand and more."""
+    every = from_json(gzip.decompress(stored))["texts"]
+    return {token: every[token] for token in sorted(ids) if token < len(every)}
+
+
+# -- the page ----------------------------------------------------------------------------------
+
+
+def modules() -> dict[str, str]:
+    """The modules of the page by path: the entry and what it needs, with each import as `page/<path>`."""
+    made: dict[str, str] = {}
+    wanted = [ENTRY]
+    while wanted:
+        path = wanted.pop()
+        if path in made:
+            continue
+        folder = posixpath.dirname(path)
+
+        def name(found: re.Match[str], folder: str = folder) -> str:
+            target = posixpath.normpath(posixpath.join(folder, found[3]))
+            wanted.append(target)
+            return f"{found[1]}{found[2]}{ADDRESS}{target}{found[2]}"
+
+        made[path] = IMPORT.sub(name, _text(path))
+    return made
+
+
+def _text(path: str) -> str:
+    found = serving.file(path)
+    if found is None:
+        raise LookupError(f"the page has no file {path!r}")
+    return found.body.decode()
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+
+
+def _shell(title: str) -> tuple[str, str]:
+    """All of the file before the answers, and its policy."""
+    addresses = {
+        ADDRESS + path: f"data:text/javascript;base64,{b64encode(code.encode()).decode()}"
+        for path, code in modules().items()
+    }
+    names = json.dumps({"imports": addresses})
+    page, _, _ = _text(serving.INDEX).partition("</body>")
+    styles = [_text(path) for path in STYLE.findall(page)]
+    policy = (
+        f"default-src 'none'; script-src {_hash(names)} {_hash(BEGIN)} data:; img-src data:; "
+        f"style-src {' '.join(map(_hash, styles)) or NOTHING}; base-uri 'none'; form-action 'none'"
+    )
+    page = STYLE.sub(lambda found: f"<style>{_text(found[1])}</style>", page)
+    page = page.replace(SCRIPT, f'<script type="importmap">{names}</script>')
+    page = re.sub("<title>.*?</title>", lambda _: f"<title>{html.escape(title)}</title>", page)
+    meta = f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    page = page.replace('<meta charset="utf-8">', meta, 1)
+    return f'{page}<script type="application/json" id="embedded">', policy
