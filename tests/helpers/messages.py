@@ -64,7 +64,15 @@ GROUPS = (
         "itself. [API](api.md)",
         (
             *("ApiProblem", "BatchConflict", "BatchEnded", "BatchRuns", "IdConflict", "NoSuchBatch"),
-            *("PayloadError", "QuotaExceeded", "StoreFull", "Unstorable", "_refusal", "_refuse"),
+            *(
+                "PayloadError",
+                "QuotaExceeded",
+                "StoreFull",
+                "Unstorable",
+                "_refusal",
+                "_refuse",
+                "_too_large",
+            ),
         ),
         ("rollout/schema/", "services/gateway/", "services/state/"),
     ),

@@ -108,6 +108,9 @@ def test_steps_with_a_trainer_killed_between_lose_no_group_and_keep_log_probs_ex
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1)) and len(before) < STEPS
     assert rows[: len(before)] == before
     assert [row["version"] for row in rows] == [f"{name}-{step}" for step in range(1, STEPS + 1)]
+    reported = {item.step: item for item in stack.client.reports(name)}
+    assert len(reported) >= STEPS - 1, "all but one that was killed between its log and its report"
+    assert reported[STEPS].metrics.get("reward") == rows[-1]["reward"]
     assert stack.client.policy().current.version == f"{name}-{STEPS}"
     kept = sorted(path.name for path in (out / "checkpoints").iterdir())
     assert kept == [f"step-{STEPS - 1:06d}", f"step-{STEPS:06d}"]
