@@ -1,0 +1,5 @@
+import { html, Head } from "../ui.js";
+
+export function ErrorsView() {
+  return html`<${Head} title="Errors" />`;
+}

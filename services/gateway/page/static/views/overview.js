@@ -1,0 +1,5 @@
+import { html, Head } from "../ui.js";
+
+export function OverviewView() {
+  return html`<${Head} title="Overview" />`;
+}

@@ -1,0 +1,5 @@
+import { html, Head } from "../ui.js";
+
+export function RolloutsView() {
+  return html`<${Head} title="Rollouts" />`;
+}

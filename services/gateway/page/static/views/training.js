@@ -1,0 +1,5 @@
+import { html, Head } from "../ui.js";
+
+export function TrainingView() {
+  return html`<${Head} title="Training" />`;
+}
