@@ -4,6 +4,7 @@ import { createParser } from "./vendor/eventsource-parser.js";
 const PROOF = "rollout.proof"; // localStorage is per origin, cookies are not: a session needs both
 const BACK_OFF_MS = [500, 1000, 2000, 5000, 10000, 15000];
 const SILENCE_MS = 45000; // three heartbeats
+const STEADY_MS = 5000; // a stream that is cut at once is asked for ever less often
 const HIDDEN_MS = 60000; // a tab that nobody sees costs the service nothing after that
 const OF_A_TENANT = /^\/v1\/(rollouts|results|batches|reports|live)\b/; // these routes take `tenant=`
 
@@ -152,12 +153,13 @@ export function live(params, handlers) {
       onEvent: ({ event, data }) => handlers[event ?? "message"]?.(JSON.parse(data)),
     });
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-    failures = 0;
     tell("live");
+    const began = Date.now();
     for (;;) {
       heard();
       const { value, done } = await reader.read();
       if (done) return;
+      if (Date.now() - began > STEADY_MS) failures = 0;
       parser.feed(value);
     }
   }

@@ -109,7 +109,7 @@ function Search() {
   return html`<form class="search" role="search" onSubmit=${go}>
     <${Icon} name="search" />
     <input id="search" type="search" value=${text} onInput=${(event) => setText(event.target.value)} autocomplete="off"
-      spellcheck="false" placeholder="Id, tag or state:failed" aria-label="Search by id, tag, or filters such as state:failed" />
+      spellcheck="false" placeholder="Search, state:failed …" aria-label="Search by id, tag, or filters such as state:failed" />
     <kbd aria-hidden="true">/</kbd>
     ${wrong && html`<p class="wrong" role="alert">${wrong}</p>`}
   </form>`;

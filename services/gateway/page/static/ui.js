@@ -34,6 +34,9 @@ export function count(value) {
   return Math.abs(value) < 100000 ? PLAIN.format(Math.round(value)) : COMPACT.format(value);
 }
 
+/** `1 node`, `2 nodes`. */
+export const plural = (value, noun, many = `${noun}s`) => `${count(value)} ${value === 1 ? noun : many}`;
+
 /** Three digits that count: 0.1234 → `0.123`. */
 export function digits(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
@@ -109,6 +112,24 @@ export function useLive(params, handlers) {
     return live(params, { ...forward, status: setStatus });
   }, [key]);
   return status;
+}
+
+/** `j` and `k` walk the rows inside of `ref`, links with `data-row`; `c` copies the id that one has there. */
+export function useRowKeys(ref) {
+  useEffect(() => {
+    const pressed = (event) => {
+      if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest?.("input, textarea, select, dialog")) return;
+      const rows = [...(ref.current?.querySelectorAll("[data-row]") ?? [])];
+      const at = rows.indexOf(document.activeElement);
+      if (event.key === "j" || event.key === "k") {
+        const to = at < 0 ? 0 : Math.max(0, Math.min(rows.length - 1, at + (event.key === "j" ? 1 : -1)));
+        rows[to]?.focus();
+        rows[to]?.scrollIntoView({ block: "nearest" });
+      } else if (event.key === "c" && at >= 0) copyText(rows[at].dataset.row);
+    };
+    addEventListener("keydown", pressed);
+    return () => removeEventListener("keydown", pressed);
+  }, []);
 }
 
 // ---------------------------------------------------------------- marks

@@ -1,5 +1,187 @@
-import { html, Head } from "../ui.js";
+// The list of rollouts: filters in the address, pages by cursor, states that move by themselves.
+import {
+  html, useState, useEffect, useRef, Ago, Copy, count, Duration, Empty, Failure, Head, Icon, LIVE_STATES, Link, Loading, plural, Reward,
+  shortId, STATES, StateMark, useGet, useLive, useRowKeys, words,
+} from "../ui.js";
+import { get, hashOf } from "../api.js";
 
-export function RolloutsView() {
-  return html`<${Head} title="Rollouts" />`;
+const PAGE = 50;
+const SCANS = 4; // answers that a page asks for by itself when few rollouts fit the filters
+const NEWER_MS = 10000;
+const BLAMES = ["task", "handler", "agent", "model", "sandbox", "infrastructure", "timeout"];
+const FILTERS = ["state", "handler", "group_id", "tag", "policy_version", "blame", "drop", "reward_min", "reward_max"];
+const INDEXED = ["state", "group_id", "tag"]; // the others are looked for record by record
+
+const filtersOf = (query) => Object.fromEntries(FILTERS.filter((name) => query[name]).map((name) => [name, query[name]]));
+
+function go(query) {
+  location.hash = hashOf(["rollouts"], query);
+}
+
+/** `{rows, next, looked, error, loading, more, update}` of the page that begins at `cursor`. */
+function usePage(filters, cursor, turn) {
+  const key = JSON.stringify([filters, cursor, turn]);
+  const empty = { key, rows: [], next: null, looked: 0, error: null, loading: true };
+  const [page, setPage] = useState(empty);
+  const current = useRef(key);
+  current.current = key;
+
+  async function scan(rows, from, first) {
+    let next = from, kept = rows;
+    const begin = Number(cursor ?? 0);
+    try {
+      for (let i = 0; i < SCANS; i++) {
+        const answer = await get("/v1/rollouts", { ...filters, limit: PAGE - kept.length, cursor: next });
+        if (current.current !== key) return;
+        next = answer.cursor;
+        kept = [...kept, ...answer.rollouts];
+        const done = kept.length >= PAGE || next === null;
+        setPage({ key, rows: kept, next, looked: next === null ? null : Number(next) - begin, error: null, loading: !done && i < SCANS - 1 });
+        if (done) return;
+      }
+    } catch (error) {
+      if (current.current === key) setPage((old) => ({ ...(first ? empty : old), error, loading: false }));
+    }
+  }
+  useEffect(() => {
+    setPage((old) => ({ ...empty, rows: old.rows })); // the old rows stay until the new are there
+    scan([], cursor, true);
+  }, [key]);
+  return {
+    ...page,
+    more: () => {
+      setPage((old) => ({ ...old, loading: true }));
+      scan(page.rows, page.next, false);
+    },
+    update: (change) => setPage((old) => ({ ...old, rows: old.rows.map(change) })),
+  };
+}
+
+function Filters({ filters }) {
+  const handlers = useGet("/v1/handlers");
+  const set = (name) => (event) => go({ ...filters, [name]: event.target.value.trim() });
+  const names = (handlers.data?.handlers ?? []).map((handler) => handler.name);
+  if (filters.handler && !names.includes(filters.handler)) names.push(filters.handler);
+  const select = (name, label, values, shown = words) => html`<select aria-label=${label} value=${filters[name] ?? ""} onChange=${set(name)}>
+    <option value="">${label}</option>${values.map((value) => html`<option key=${value} value=${value}>${shown(value)}</option>`)}</select>`;
+  const input = (name, label, props = {}) =>
+    html`<input type="text" aria-label=${label} placeholder=${label} value=${filters[name] ?? ""} onChange=${set(name)} spellcheck="false" ...${props} />`;
+  const number = { type: "number", step: "any", class: "short" };
+  return html`<div class="stack" role="group" aria-label="Filters">
+    <div class="chips">
+      <button type="button" class="chip" aria-pressed=${String(!filters.state)} onClick=${() => go({ ...filters, state: "" })}>All states</button>
+      ${STATES.map((state) => html`<button type="button" class="chip" key=${state} aria-pressed=${String(filters.state === state)}
+        onClick=${() => go({ ...filters, state: filters.state === state ? "" : state })}><${StateMark} state=${state} /></button>`)}
+    </div>
+    <div class="filters">
+      ${select("handler", "Handler", names, String)}
+      ${input("tag", "Tag")}
+      ${input("group_id", "Group")}
+      ${input("policy_version", "Version")}
+      ${select("blame", "Blame", BLAMES)}
+      ${select("drop", "Dropped or not", ["true", "false"], (value) => (value === "true" ? "dropped" : "not dropped"))}
+      ${input("reward_min", "Reward ≥", number)}
+      ${input("reward_max", "Reward ≤", number)}
+      ${Object.keys(filters).length > 0 && html`<button type="button" class="button" onClick=${() => go({})}><${Icon} name="close" />Clear</button>`}
+    </div>
+  </div>`;
+}
+
+/** What the task asks, as far as one line shows it: its first text. */
+function asked(task) {
+  for (const name of ["question", "prompt", "problem", "instruction", "instance_id"]) {
+    if (typeof task[name] === "string") return task[name];
+  }
+  return Object.values(task).find((value) => typeof value === "string") ?? JSON.stringify(task);
+}
+
+const MOST_ASKED = 200; // characters; a task may be a megabyte
+
+function Row({ rollout: r }) {
+  const live = LIVE_STATES.includes(r.state);
+  const tokens = r.metrics.sampled_tokens;
+  return html`<tr>
+    <td><${StateMark} state=${r.state} />${r.attempt > 1 && html` <span class="tag" title="attempt">attempt ${r.attempt}</span>`}</td>
+    <td><${Link} path=${["rollouts", r.id]} class="whole mono" data-row=${r.id} title=${r.id}>${shortId(r.id)}<//>
+      <span class="above"><${Copy} text=${r.id} label="Copy the id" /></span></td>
+    <td class="wide">${r.handler}</td>
+    <td class="wider quiet"><span class="clip">${asked(r.request.task).slice(0, MOST_ASKED)}</span></td>
+    <td class="right"><${Reward} value=${r.reward} drop=${r.drop} /></td>
+    <td class="wide"><span class="clip quiet">${r.error ? `${r.error.blame}: ${r.error.type}` : words(r.finish_reason ?? "")}</span></td>
+    <td class="right num wide">${count(r.metrics.turns)}</td>
+    <td class="right num wide">${count(tokens)}</td>
+    <td class="wider"><span class="clip mono">${r.policy_versions.join(", ") || "–"}</span></td>
+    <td class="right wide"><${Duration} from=${r.created_at} to=${live ? null : r.finished_at ?? r.updated_at} /></td>
+    <td class="right quiet"><${Ago} at=${r.created_at} /></td>
+  </tr>`;
+}
+
+/** True once there is a rollout newer than the first of the page; only where asking that is one look-up. */
+function useNewer(filters, cursor, first) {
+  const [newer, setNewer] = useState(false);
+  const cheap = !cursor && Object.keys(filters).every((name) => INDEXED.includes(name));
+  useEffect(() => {
+    setNewer(false);
+    if (!cheap) return undefined;
+    const timer = setInterval(() => {
+      if (document.hidden) return;
+      get("/v1/rollouts", { ...filters, limit: 1 }).then((answer) => setNewer(Boolean(answer.rollouts[0]) && answer.rollouts[0].id !== first), () => {});
+    }, NEWER_MS);
+    return () => clearInterval(timer);
+  }, [cheap, JSON.stringify(filters), first]);
+  return newer;
+}
+
+export function RolloutsView({ query }) {
+  const filters = filtersOf(query);
+  const cursor = query.cursor ?? null;
+  const [turn, setTurn] = useState(0);
+  const page = usePage(filters, cursor, turn);
+  const table = useRef();
+  useRowKeys(table);
+  const live = page.rows.filter((r) => LIVE_STATES.includes(r.state)).map((r) => r.id);
+  const status = useLive(live.length ? { ids: live.join(",") } : null, {
+    states: (states) => {
+      page.update((r) => (states[r.id] ? { ...r, ...states[r.id] } : r));
+      // What an ended one came to is more than its state.
+      Object.entries(states).filter(([, now]) => now && !LIVE_STATES.includes(now.state)).forEach(([id]) =>
+        get(`/v1/rollouts/${encodeURIComponent(id)}`, { include: "summary" }).then((full) => page.update((r) => (r.id === id ? full : r)), () => {}));
+    },
+  });
+  const newer = useNewer(filters, cursor, page.rows[0]?.id);
+  const filtered = Object.keys(filters).length > 0;
+  const short = !page.loading && page.next !== null && page.rows.length < PAGE;
+  return html`
+    <${Head} title="Rollouts" status=${live.length ? status : undefined}>
+      ${newer && html`<button type="button" class="button primary" onClick=${() => setTurn(turn + 1)}>Show newer</button>`}
+      <button type="button" class="button" onClick=${() => setTurn(turn + 1)}><${Icon} name="reload" />Reload</button>
+    <//>
+    <${Filters} filters=${filters} />
+    ${page.error && html`<${Failure} error=${page.error} retry=${() => setTurn(turn + 1)} />`}
+    ${page.rows.length > 0 && html`<section class="card flush" aria-label="Rollouts" aria-busy=${String(page.loading)}>
+      <table class="list" ref=${table}>
+        <thead><tr><th>State</th><th>Rollout</th><th class="wide">Handler</th><th class="wider">Task</th><th class="right">Reward</th><th class="wide">End</th>
+          <th class="right wide">Turns</th><th class="right wide">Sampled</th><th class="wider">Version</th><th class="right wide">Took</th><th class="right">Created</th></tr></thead>
+        <tbody>${page.rows.map((r) => html`<${Row} key=${r.id} rollout=${r} />`)}</tbody>
+      </table>
+      <div class="list-foot">
+        <span role="status">${short ? `${count(page.rows.length)} of ${count(page.looked)} looked at fit.` : `${plural(page.rows.length, "rollout")}${cursor ? `, after the newest ${count(Number(cursor))}` : ""}`}</span>
+        <span class="row">
+          ${cursor && html`<button type="button" class="button" onClick=${() => history.back()}>Previous</button>
+            <${Link} path=${["rollouts"]} query=${filters} class="button">Newest<//>`}
+          ${short && html`<button type="button" class="button" onClick=${page.more}>Go on looking</button>`}
+          ${page.next !== null && page.rows.length >= PAGE && html`<${Link} path=${["rollouts"]} query=${{ ...filters, cursor: page.next }} class="button">Next ${PAGE}<//>`}
+        </span>
+      </div>
+    </section>`}
+    ${page.rows.length === 0 && page.loading && html`<${Loading} what=${page.looked ? `Looking, ${count(page.looked)} so far` : "Loading"} />`}
+    ${page.rows.length === 0 && !page.loading && !page.error && html`<section class="card">
+      ${short
+        ? html`<${Empty} title="None of the ${count(page.looked)} looked at fits">
+            There are more. <button type="button" class="button" onClick=${page.more}>Go on looking</button><//>`
+        : filtered
+          ? html`<${Empty} title="No rollout fits these filters">Leave one out, or <${Link} path=${["rollouts"]}>see all<//>.<//>`
+          : html`<${Empty} title="No rollouts yet" command=${"rollout submit calculator --task '{\"question\": \"37 times 85\", \"answer\": \"3145\"}' --n 4"}>
+              Submit some from Python with <code>client.run([...])</code>, or here:<//>`}
+    </section>`}`;
 }
