@@ -266,6 +266,24 @@ export function Tabs({ tabs, selected, onSelect, label = "Parts of this view" })
   </div>`;
 }
 
+/** A name and what it says, for the line of facts at the top of a view. */
+export const Stat = ({ name, children }) => html`<div class="stat"><span class="stat-name">${name}</span><span>${children}</span></div>`;
+
+/** `[[name, count]]`, the most frequent first. */
+export function tally(names) {
+  const counts = new Map();
+  names.forEach((name) => counts.set(name, (counts.get(name) ?? 0) + 1));
+  return [...counts].sort((a, b) => b[1] - a[1]);
+}
+
+export function Bars({ rows, tone = "" }) {
+  const most = Math.max(1, ...rows.map((row) => row.value));
+  return html`<ul class="bars">${rows.map((row) => html`<li key=${row.name}>
+    <span class="clip">${row.link ? html`<${Link} ...${row.link}>${row.name}<//>` : row.name}${row.note && html` <span class="quiet">${row.note}</span>`}</span>
+    <span class="num">${count(row.value)}</span>
+    <span class="bar ${row.tone ?? tone}"><i style=${{ width: `${(100 * row.value) / most}%` }}></i></span></li>`)}</ul>`;
+}
+
 // ---------------------------------------------------------------- nothing, not yet, and no
 
 /** Nothing to show: why, and with `command` or `children` what to do. */

@@ -1,5 +1,95 @@
-import { html, Head } from "../ui.js";
+// What was dropped or failed, by who is to blame and why, with examples; counted among what was looked at.
+import { html, useState, useEffect, useRef, Ago, Bars, Copy, count, Empty, Failure, Head, Icon, Link, Loading, plural, shortId, StateMark, useRowKeys, words } from "../ui.js";
+import { get, hashOf } from "../api.js";
 
-export function ErrorsView() {
-  return html`<${Head} title="Errors" />`;
+const PAGE = 100;
+const SCANS = 5; // answers at a time
+const EXAMPLES = 3;
+const MOST_SAID = 300; // characters of a message
+
+/** Rollouts that were dropped, the newest first: `{rows, next, looked, loading, error, more}`. */
+function useDropped(handler) {
+  const empty = { rows: [], next: "0", looked: 0, loading: true, error: null };
+  const [state, setState] = useState(empty);
+  const turn = useRef(0);
+  async function scan(from) {
+    const mine = ++turn.current;
+    let { rows, next } = from;
+    setState({ ...from, loading: true, error: null });
+    try {
+      for (let i = 0; i < SCANS && next !== null; i++) {
+        const answer = await get("/v1/rollouts", { drop: true, handler, limit: PAGE, cursor: next });
+        if (turn.current !== mine) return;
+        rows = [...rows, ...answer.rollouts];
+        next = answer.cursor;
+        setState({ rows, next, looked: next ?? null, loading: i < SCANS - 1 && next !== null, error: null });
+      }
+    } catch (error) {
+      if (turn.current === mine) setState((old) => ({ ...old, loading: false, error }));
+    }
+  }
+  useEffect(() => {
+    scan(empty);
+    return () => turn.current++;
+  }, [handler]);
+  return { ...state, more: () => scan(state), again: () => scan(empty) };
+}
+
+const blameOf = (r) => r.error?.blame ?? "nobody";
+const reasonOf = (r) => r.drop_reason ?? r.error?.type ?? r.state;
+
+/** `[{blame, reason, rows}]`, the most frequent first. */
+function kinds(rows) {
+  const found = new Map();
+  for (const r of rows) {
+    const key = `${blameOf(r)}\n${reasonOf(r)}`;
+    if (!found.has(key)) found.set(key, { blame: blameOf(r), reason: reasonOf(r), rows: [] });
+    found.get(key).rows.push(r);
+  }
+  return [...found.values()].sort((a, b) => b.rows.length - a.rows.length);
+}
+
+function Kind({ kind }) {
+  const [open, setOpen] = useState(false);
+  const shown = open ? kind.rows.slice(0, PAGE) : kind.rows.slice(0, EXAMPLES);
+  return html`<section class="card flush">
+    <header><h3>${kind.reason}</h3><span class="row small"><span class="tag">blame: ${words(kind.blame)}</span><b class="num">${count(kind.rows.length)}</b></span></header>
+    <table class="list"><caption class="unseen">Examples of ${kind.reason}</caption>
+      <thead class="unseen"><tr><th>State</th><th>Rollout</th><th>Message</th><th>When</th></tr></thead>
+      <tbody>${shown.map((r) => html`<tr key=${r.id}>
+        <td><${StateMark} state=${r.state} /></td>
+        <td class="id"><${Link} path=${["rollouts", r.id]} class="whole mono" data-row=${r.id} title=${r.id}>${shortId(r.id)}<//></td>
+        <td class="wide quiet message"><span class="said">${(r.error?.message ?? words(r.finish_reason ?? "")).slice(0, MOST_SAID)}</span>${r.error?.stage && html` <span class="tag">${r.error.stage.toUpperCase()}</span>`}</td>
+        <td class="right quiet"><${Ago} at=${r.finished_at ?? r.updated_at} /></td></tr>`)}</tbody></table>
+    ${kind.rows.length > EXAMPLES && html`<div class="list-foot"><button type="button" class="button" aria-expanded=${String(open)} onClick=${() => setOpen(!open)}>
+      ${open ? "Fewer" : `All ${count(Math.min(kind.rows.length, PAGE))}`}</button></div>`}
+  </section>`;
+}
+
+export function ErrorsView({ query }) {
+  const dropped = useDropped(query.handler);
+  const { rows, next, looked, loading, error } = dropped;
+  const list = useRef();
+  useRowKeys(list);
+  const only = query.blame;
+  const all = kinds(rows);
+  const blames = new Map();
+  all.forEach((kind) => blames.set(kind.blame, (blames.get(kind.blame) ?? 0) + kind.rows.length));
+  const choose = (name, value) => hashOf(["errors"], { ...query, [name]: value });
+  return html`<${Head} title="Errors"><button type="button" class="button" onClick=${dropped.again}><${Icon} name="reload" />Reload</button><//>
+    <p class="quiet" role="status">${plural(rows.length, "dropped rollout")} among ${looked === null ? "all that are kept" : `the newest ${count(Number(looked))}`}${loading ? ", looking on …" : "."}
+      ${next !== null && !loading && html` <button type="button" class="button" onClick=${dropped.more}>Go on looking</button>`}</p>
+    ${error && html`<${Failure} error=${error} retry=${dropped.again} />`}
+    ${!rows.length && loading && html`<${Loading} what="Looking" />`}
+    ${!rows.length && !loading && !error && html`<section class="card"><${Empty} title="Nothing was dropped">Rollouts that must not be trained on are collected here, with the reason.<//></section>`}
+    ${rows.length > 0 && html`<div class="errors" ref=${list}>
+      <div class="stack">
+        <section class="card" aria-labelledby="blame"><header><h2 id="blame">To blame</h2>${only && html`<a href=${choose("blame", "")}>all</a>`}</header>
+          <${Bars} tone="bad" rows=${[...blames].sort((a, b) => b[1] - a[1]).map(([name, value]) => ({ name: words(name), value, link: { path: ["errors"], query: { ...query, blame: name }, "aria-current": name === only ? "true" : undefined } }))} /></section>
+        <section class="card" aria-labelledby="handlers"><header><h2 id="handlers">Handlers</h2>${query.handler && html`<a href=${choose("handler", "")}>all</a>`}</header>
+          <${Bars} tone="bad" rows=${[...rows.reduce((sum, r) => sum.set(r.handler, (sum.get(r.handler) ?? 0) + 1), new Map())].sort((a, b) => b[1] - a[1])
+            .map(([name, value]) => ({ name, value, link: { path: ["errors"], query: { ...query, handler: name } } }))} /></section>
+      </div>
+      <div class="stack"><h2 class="unseen">By reason</h2>${all.filter((kind) => !only || kind.blame === only).map((kind) => html`<${Kind} key=${kind.blame + kind.reason} kind=${kind} />`)}</div>
+    </div>`}`;
 }

@@ -1,6 +1,6 @@
 // What the service does now: the flow of stages, throughput, backends as a heap, nodes, failures, versions.
 import {
-  html, useState, Ago, Answered, bytes, count, digits, Empty, Head, Link, Loading, Failure, percent, plural, span, StateMark,
+  html, useState, Ago, Answered, Bars, bytes, count, digits, Empty, Head, Link, Loading, Failure, percent, plural, span, StateMark, tally,
   useGet, useLive, useNow, words, ENDED_STATES,
 } from "../ui.js";
 
@@ -212,21 +212,6 @@ function Nodes({ fleet }) {
       </tr>`)}</tbody>
     </table></div>
   </section>`;
-}
-
-/** `[[name, count]]`, the most frequent first. */
-export function tally(names) {
-  const counts = new Map();
-  names.forEach((name) => counts.set(name, (counts.get(name) ?? 0) + 1));
-  return [...counts].sort((a, b) => b[1] - a[1]);
-}
-
-export function Bars({ rows, tone = "" }) {
-  const most = Math.max(1, ...rows.map((row) => row.value));
-  return html`<ul class="bars">${rows.map((row) => html`<li key=${row.name}>
-    <span class="clip">${row.link ? html`<${Link} ...${row.link}>${row.name}<//>` : row.name}${row.note && html` <span class="quiet">${row.note}</span>`}</span>
-    <span class="num">${count(row.value)}</span>
-    <span class="bar ${row.tone ?? tone}"><i style=${{ width: `${(100 * row.value) / most}%` }}></i></span></li>`)}</ul>`;
 }
 
 function Failures() {

@@ -1,6 +1,6 @@
 // The list of rollouts: filters in the address, pages by cursor, states that move by themselves.
 import {
-  html, useState, useEffect, useRef, Ago, Copy, count, Duration, Empty, Failure, Head, Icon, LIVE_STATES, Link, Loading, plural, Reward,
+  html, useState, useEffect, useMemo, useRef, Ago, Copy, count, Duration, Empty, Failure, Head, Icon, LIVE_STATES, Link, Loading, plural, Reward,
   shortId, STATES, StateMark, useGet, useLive, useRowKeys, words,
 } from "../ui.js";
 import { get, hashOf } from "../api.js";
@@ -102,7 +102,7 @@ function Row({ rollout: r }) {
   const tokens = r.metrics.sampled_tokens;
   return html`<tr>
     <td><${StateMark} state=${r.state} />${r.attempt > 1 && html` <span class="tag" title="attempt">attempt ${r.attempt}</span>`}</td>
-    <td><${Link} path=${["rollouts", r.id]} class="whole mono" data-row=${r.id} title=${r.id}>${shortId(r.id)}<//>
+    <td class="id"><${Link} path=${["rollouts", r.id]} class="whole mono" data-row=${r.id} title=${r.id}>${shortId(r.id)}<//>
       <span class="above"><${Copy} text=${r.id} label="Copy the id" /></span></td>
     <td class="wide">${r.handler}</td>
     <td class="wider quiet"><span class="clip">${asked(r.request.task).slice(0, MOST_ASKED)}</span></td>
@@ -139,7 +139,7 @@ export function RolloutsView({ query }) {
   const page = usePage(filters, cursor, turn);
   const table = useRef();
   useRowKeys(table);
-  const live = page.rows.filter((r) => LIVE_STATES.includes(r.state)).map((r) => r.id);
+  const live = useMemo(() => page.rows.filter((r) => LIVE_STATES.includes(r.state)).map((r) => r.id), [page.key, page.rows.length]);
   const status = useLive(live.length ? { ids: live.join(",") } : null, {
     states: (states) => {
       page.update((r) => (states[r.id] ? { ...r, ...states[r.id] } : r));
