@@ -1,0 +1,192 @@
+// The conversation of one chain: who said what, in which tokens, and what the tools answered.
+import { Icon, html, span, useEffect, useMemo, useRef, useState } from "../ui.js";
+import { letter } from "./record.js";
+import { Terminal } from "./terminal.js";
+import { VirtualList } from "./virtual.js";
+import { Words, exact, fixed } from "./words.js";
+
+const SYSTEM_LINES = 8;
+const FIND_AFTER_MS = 200;
+
+/** Text parts of a message, joined. */
+export function textOf(message) {
+  const { content } = message;
+  return typeof content === "string" ? content : (content ?? []).map((part) => part.text ?? "").join("");
+}
+
+/** A chain as items to show: a message each, with the range of tokens that it came in. */
+export function itemsOf(trajectory, chain) {
+  const timed = new Map((trajectory.calls ?? []).map((call) => [call.id, call]));
+  const names = new Map();
+  const items = [];
+  let begun = null;
+  for (const segment of chain.segments) {
+    if (!segment.goesOn || !begun) begun = { start: segment.start, versions: [] };
+    if (segment.sampled && !begun.versions.includes(segment.version)) begun.versions.push(segment.version);
+    const next = chain.segments[segment.index + 1];
+    if (!segment.messages.length && next?.goesOn) continue;
+    const tokens = { ...begun, end: segment.end, segment, timed: timed.get(segment.call_id) };
+    if (!segment.messages.length) items.push({ key: `${segment.index}`, role: segment.role, tokens, first: true });
+    segment.messages.forEach((message, place) => {
+      for (const call of message.tool_calls ?? []) names.set(call.id, call.name);
+      items.push({
+        key: `${segment.index}.${place}`,
+        role: message.role,
+        message,
+        tokens,
+        first: place === segment.messages.length - 1,
+        together: segment.messages.length,
+        name: message.name ?? names.get(message.tool_call_id),
+        timed: timed.get(message.tool_call_id),
+      });
+    });
+    begun = null;
+  }
+  if (chain === trajectory.chains[trajectory.chains.length - 1]) {
+    trajectory.unread.forEach((message, place) =>
+      items.push({ key: `unread.${place}`, role: message.role, message, unread: true, name: message.name, timed: timed.get(message.tool_call_id) }),
+    );
+  }
+  return items;
+}
+
+function searched(item) {
+  const { message } = item;
+  if (!message) return "";
+  const calls = (message.tool_calls ?? []).map((call) => `${call.name} ${JSON.stringify(call.arguments)}`).join(" ");
+  return `${message.reasoning ?? ""} ${textOf(message)} ${calls}`.toLowerCase();
+}
+
+/** A version's letter on its colour. */
+export function Version({ at, trajectory }) {
+  return html`<span class="swatch v${at % 8}" title=${`policy version ${trajectory.versions[at] ?? "unknown"}`}>${letter(at)}</span>`;
+}
+
+function Meta({ item, trajectory, chain, onTokens }) {
+  const { tokens } = item;
+  if (item.unread) return html`<span class="msg-meta">no model call has read it: a limit ended the rollout</span>`;
+  if (!item.first) return null;
+  const { start, end, versions, segment } = tokens;
+  const call = tokens.timed;
+  const facts = [];
+  if (segment.sampled) {
+    const mean = chain.mean(start, end);
+    facts.push(`turn ${segment.turn}`);
+    facts.push(`${exact(end - start)} tokens`);
+    facts.push(html`<span title=${`geometric mean of the probabilities ${fixed(Math.exp(mean), 3)}`}>log-prob ${fixed(mean, 2)}</span>`);
+    if (segment.finish_reason && segment.finish_reason !== "stop") facts.push(`ended by ${segment.finish_reason}`);
+  } else {
+    facts.push(`${exact(end - start)} tokens${item.together > 1 ? ` of ${item.together} messages` : ""}, given`);
+  }
+  const timed = segment.sampled ? call : item.timed;
+  if (timed?.seconds != null) facts.push(span(timed.seconds));
+  if (timed?.cached_tokens != null && timed.prompt_tokens) {
+    facts.push(`${Math.round((100 * timed.cached_tokens) / timed.prompt_tokens)} % of the prompt cached`);
+  }
+  return html`<span class="msg-meta">
+    ${versions.map((at) => html`<${Version} at=${at} trajectory=${trajectory} />`)}
+    ${facts.map((fact, at) => html`${at > 0 && " · "}<span>${fact}</span>`)}
+    <button class="bare" title="Show these tokens" aria-label="Show these tokens" onClick=${() => onTokens(start)}>tokens<${Icon} name="right" /></button>
+  </span>`;
+}
+
+function Call({ call }) {
+  const given = Object.entries(call.arguments ?? {});
+  const single = given.length === 1 && typeof given[0][1] === "string";
+  return html`<div class="call">
+    <div class="call-name"><span class="call-mark" aria-hidden="true">→</span><b>${call.name}</b>${single && html`<span class="quiet">${given[0][0]}</span>`}</div>
+    ${given.map(([name, value]) => {
+      const text = typeof value === "string" ? value : JSON.stringify(value, null, 1);
+      return html`<div class="argument">
+        ${!single && html`<span class="argument-name">${name}</span>`}
+        <${Words} text=${text} owner=${call} name=${name} kind="code" />
+      </div>`;
+    })}
+    ${!given.length && html`<span class="quiet">without arguments</span>`}
+  </div>`;
+}
+
+function Message({ item, trajectory, chain, onTokens, found }) {
+  const { message, role } = item;
+  const text = message ? textOf(message) : "";
+  const output = role === "tool";
+  return html`<article class="msg msg-${role} ${found ? "msg-found" : ""} ${item.unread ? "msg-unread" : ""}" aria-label=${`${role} message`}>
+    <header>
+      <span class="msg-role">${role}</span>
+      ${output && item.name && html`<span class="msg-name">${item.name}</span>`}
+      <${Meta} item=${item} trajectory=${trajectory} chain=${chain} onTokens=${onTokens} />
+    </header>
+    <div class="msg-body">
+      ${!message && html`<p class="quiet">${exact(item.tokens.end - item.tokens.start)} tokens without a text of their own in this chain</p>`}
+      ${message?.reasoning && html`<div class="reasoning"><span class="reasoning-name">reasoning</span><${Words} text=${message.reasoning} owner=${message} name="reasoning" /></div>`}
+      ${output
+        ? html`<${Terminal} text=${text} owner=${message} label=${`output of ${item.name ?? "the tool"}`} name=${item.name ?? "output"} />`
+        : text && html`<${Words} text=${text} owner=${message} lines=${role === "system" ? SYSTEM_LINES : undefined} />`}
+      ${(message?.tool_calls ?? []).map((call) => html`<${Call} call=${call} />`)}
+    </div>
+  </article>`;
+}
+
+/** What is under way: what the running command has printed, or that the model is asked. */
+function Now({ output, state }) {
+  if (output) {
+    return html`<article class="msg msg-tool msg-live" aria-label="running command">
+      <header>
+        <span class="msg-role">${output.kind}</span>
+        <span class="msg-meta"><span class="live is-live"><span class="dot" aria-hidden="true"></span>${output.running ? "running" : "ended"}</span></span>
+      </header>
+      <div class="msg-body"><${Terminal} text=${output.text} running=${output.running} label="output of the running command" /></div>
+    </article>`;
+  }
+  return html`<div class="msg-wait" role="status"><span class="spinner" aria-hidden="true"></span>${state === "running" ? "the agent is at work" : state}</div>`;
+}
+
+function estimate(item) {
+  if (item.live) return 160;
+  const lines = Math.min(40, Math.ceil((item.message ? textOf(item.message).length : 0) / 90));
+  return 70 + 20 * lines + 90 * (item.message?.tool_calls?.length ?? 0);
+}
+
+/** `length` makes it look again when the chain has grown; `output` is the running command's, where there is one. */
+export function Conversation({ trajectory, chain, length, output, state, running, onTokens }) {
+  const [wanted, setWanted] = useState("");
+  const [needle, setNeedle] = useState("");
+  const [at, setAt] = useState(0);
+  const handle = useRef();
+  const items = useMemo(() => itemsOf(trajectory, chain), [trajectory, chain, length, trajectory.unread]);
+  const all = running ? [...items, { key: "now", live: true }] : items;
+  useEffect(() => {
+    const later = setTimeout(() => setNeedle(wanted.toLowerCase()), FIND_AFTER_MS);
+    return () => clearTimeout(later);
+  }, [wanted]);
+  const found = useMemo(
+    () => (needle ? items.flatMap((item, place) => (searched(item).includes(needle) ? [place] : [])) : []),
+    [needle, items],
+  );
+  useEffect(() => {
+    setAt(0);
+    if (found.length) handle.current(found[0]);
+  }, [found]);
+  const go = (step) => {
+    if (!found.length) return;
+    const next = (at + step + found.length) % found.length;
+    setAt(next);
+    handle.current(found[next]);
+  };
+  return html`<section class="conversation" aria-label="conversation">
+    <div class="toolbar">
+      <form class="find" role="search" onSubmit=${(event) => (event.preventDefault(), go(1))}>
+        <input type="search" placeholder="Find in the conversation" aria-label="find in the conversation" value=${wanted}
+          onInput=${(event) => setWanted(event.target.value)}
+          onKeyDown=${(event) => event.key === "Enter" && event.shiftKey && (event.preventDefault(), go(-1))} />
+        ${needle && html`<output class="quiet">${found.length ? `${at + 1} of ${found.length} messages` : "none"}</output>`}
+      </form>
+      <span class="quiet">${exact(items.length)} messages, ${exact(chain.turns)} turns</span>
+    </div>
+    <${VirtualList} items=${all} estimate=${estimate} handle=${handle} follow=${running} label="messages"
+      render=${(item, place) =>
+        item.live
+          ? html`<${Now} output=${output} state=${state} />`
+          : html`<${Message} item=${item} trajectory=${trajectory} chain=${chain} onTokens=${onTokens} found=${found[at] === place && needle} />`} />
+  </section>`;
+}

@@ -1,0 +1,211 @@
+// A rollout's answer as the page works with it: JSON, and chains whose tokens are typed arrays.
+//
+// The form is that of rollout/arrays.py. Numbers stay in arrays from the wire to the screen: a list of objects for
+// 128,000 tokens would cost more than all the rest of the view.
+import { decode } from "../vendor/messagepack.js";
+
+const ANSWER_VERSION = 2;
+const RECORD_VERSION = 1;
+const WIDTHS = { 4: Float32Array, 8: Float64Array };
+
+/** One chain: all its ids, a log-prob for each, and the segments that say what they are. */
+export class Chain {
+  constructor({ role = "agent", parent = null } = {}, index = 0) {
+    this.role = role;
+    this.parent = parent;
+    this.index = index;
+    this.segments = [];
+    this.ids = new Int32Array(0);
+    this.logprobs = new Float64Array(0);
+    this.length = 0;
+    this.sampled = 0;
+    this.turns = 0;
+  }
+
+  /** Take a segment's ids, and its log-probs where it was sampled (otherwise null). */
+  append(segment, ids, logprobs, version) {
+    const start = this.length;
+    this.grow(start + ids.length);
+    this.ids.set(ids, start);
+    if (segment.sampled && logprobs) this.logprobs.set(logprobs, start);
+    this.enter(segment, ids.length, version);
+  }
+
+  /** Enter a segment whose numbers are in the arrays. */
+  enter(segment, tokens, version) {
+    const last = this.segments[this.segments.length - 1];
+    const goesOn = segment.sampled && last?.sampled && last.call_id === segment.call_id;
+    if (segment.sampled && !goesOn) this.turns += 1;
+    if (segment.sampled) this.sampled += tokens;
+    this.segments.push({
+      ...segment,
+      messages: segment.messages ?? [],
+      token_ids: undefined,
+      logprobs: undefined,
+      index: this.segments.length,
+      start: this.length,
+      end: this.length + tokens,
+      turn: this.turns,
+      goesOn,
+      version: segment.sampled ? version : -1,
+    });
+    this.length += tokens;
+  }
+
+  grow(length) {
+    if (length <= this.ids.length) return;
+    const room = Math.max(length, 2 * this.ids.length, 1024);
+    const ids = new Int32Array(room);
+    const logprobs = new Float64Array(room);
+    ids.set(this.ids.subarray(0, this.length));
+    logprobs.set(this.logprobs.subarray(0, this.length));
+    [this.ids, this.logprobs] = [ids, logprobs];
+  }
+
+  /** The segment that a position lies in. */
+  at(position) {
+    let [low, high] = [0, this.segments.length - 1];
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if (this.segments[middle].start <= position) low = middle;
+      else high = middle - 1;
+    }
+    return this.segments[low];
+  }
+
+  /** Mean log-prob of a range, NaN where nothing is in it. */
+  mean(start, end) {
+    let sum = 0;
+    for (let at = start; at < end; at++) sum += this.logprobs[at];
+    return sum / (end - start);
+  }
+}
+
+/** Number of ids that two chains have in common from their beginnings. */
+export function commonPrefix(one, other) {
+  const most = Math.min(one.length, other.length);
+  let at = 0;
+  while (at < most && one.ids[at] === other.ids[at]) at++;
+  return at;
+}
+
+/** All chains of a rollout, and what else its record says. */
+export class Trajectory {
+  constructor(document = {}) {
+    Object.assign(this, {
+      warnings: [],
+      unread: [],
+      artifacts: {},
+      calls: [],
+      receipt: null,
+      tokenizer: null,
+      finish_reason: null,
+      ...document,
+    });
+    this.warnings ??= [];
+    this.unread ??= [];
+    this.artifacts ??= {};
+    this.calls ??= [];
+    this.chains = [];
+    this.versions = [];
+  }
+
+  /** From JSON with lists, as running rollouts come. */
+  static fromLists(document) {
+    const trajectory = new Trajectory(document);
+    (document.chains ?? []).forEach((chain, index) => {
+      trajectory.chains.push(new Chain(chain, index));
+      chain.segments.forEach((segment) => trajectory.append(index, segment));
+    });
+    return trajectory;
+  }
+
+  static async fromRecord(record) {
+    if (record.v > RECORD_VERSION) {
+      throw new Error(`This record has version ${record.v}; this page reads up to ${RECORD_VERSION}: load it anew.`);
+    }
+    const document = JSON.parse(typeof record.document === "string" ? record.document : await inflate(record.document));
+    const trajectory = new Trajectory(document);
+    trajectory.versions = record.versions;
+    trajectory.chains = record.chains.map((packed, index) => {
+      const chain = new Chain(document.chains[index], index);
+      chain.ids = view(packed.ids, Int32Array);
+      packed.runs.forEach(([tokens, version], place) =>
+        chain.enter(document.chains[index].segments[place], tokens, version),
+      );
+      const sampled = view(packed.logprobs, WIDTHS[packed.width]);
+      chain.logprobs = new Float64Array(chain.length);
+      chain.logprobs.set(sampled, chain.length - sampled.length);
+      return chain;
+    });
+    return trajectory;
+  }
+
+  versionIndex(version) {
+    const at = this.versions.indexOf(version);
+    return at >= 0 ? at : this.versions.push(version) - 1;
+  }
+
+  append(place, segment) {
+    const version = segment.sampled ? this.versionIndex(segment.policy_version ?? null) : -1;
+    this.chains[place].append(segment, segment.token_ids, segment.logprobs, version);
+  }
+
+  /** Take live pieces; false: something is missing before them, and the whole must be fetched. */
+  take(pieces) {
+    for (const { chain, place, segment } of pieces) {
+      if (chain > this.chains.length) return false;
+      if (chain === this.chains.length) this.chains.push(new Chain({}, chain));
+      const known = this.chains[chain].segments.length;
+      if (place > known) return false;
+      if (place === known) this.append(chain, segment);
+    }
+    if (pieces.length) this.unread = [];
+    return true;
+  }
+
+  get turns() {
+    return this.chains.reduce((sum, chain) => sum + chain.turns, 0);
+  }
+
+  get sampled() {
+    return this.chains.reduce((sum, chain) => sum + chain.sampled, 0);
+  }
+
+  /** The part of the tokenizer's name by which its texts are kept. */
+  get digest() {
+    return this.tokenizer ? this.tokenizer.slice(this.tokenizer.lastIndexOf("@") + 1) : null;
+  }
+}
+
+function view(raw, Numbers) {
+  const bytes = raw instanceof ArrayBuffer ? new Uint8Array(raw) : raw;
+  // A copy: what lies in the middle of an answer begins at no multiple of four.
+  return new Numbers(bytes.slice().buffer);
+}
+
+async function inflate(bytes) {
+  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Response(stream).text();
+}
+
+/** The rollout of an answer about one: `{rollout, trajectory}`, the latter null where there is none. */
+export async function readRollout(bytes) {
+  if (bytes[0] === 0x7b) return withLists(JSON.parse(new TextDecoder().decode(bytes)));
+  const answer = decode(bytes);
+  if (answer.v > ANSWER_VERSION) {
+    throw new Error(`This answer has version ${answer.v}; this page reads up to ${ANSWER_VERSION}: load it anew.`);
+  }
+  const rollout = JSON.parse(answer.json);
+  if (!answer.records.length) return withLists(rollout);
+  return { rollout, trajectory: await Trajectory.fromRecord(answer.records[0]) };
+}
+
+function withLists(rollout) {
+  return { rollout, trajectory: rollout.trajectory ? Trajectory.fromLists(rollout.trajectory) : null };
+}
+
+/** A short name of a policy version, which works without colour: A, B, … Z, A1, … */
+export function letter(version) {
+  return version < 0 ? "–" : String.fromCharCode(65 + (version % 26)) + (version >= 26 ? Math.floor(version / 26) : "");
+}

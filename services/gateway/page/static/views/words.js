@@ -1,0 +1,101 @@
+// Untrusted text for the screen: what cannot be seen is named, and what is long is cut until somebody asks for more.
+import { html, useState } from "../ui.js";
+
+const CONTROL = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f]/g;
+const INVISIBLE = /[\u200b-\u200f\u061c\u202a-\u202e\u2060-\u2069\ufeff]/g;
+const FIRST_CHARS = 4000;
+const FIRST_LINES = 40;
+const MORE_CHARS = 64_000;
+const MORE_LINES = 1000;
+/** Characters of one text that the page lays out at most; beyond, it is a file to save. */
+const MOST_CHARS = 512_000;
+
+/** A text whose control and bidi characters can be seen, and act on nothing around them. */
+export function visible(text) {
+  return text
+    .replace(CONTROL, (c) => (c === "\u007f" ? "\u2421" : String.fromCharCode(0x2400 + c.charCodeAt(0))))
+    .replace(INVISIBLE, (c) => `⟨U+${c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
+}
+
+/** Position behind so many lines and characters of a text, or before them where `from` is its end. */
+function edge(text, chars, lines, back) {
+  let at = back ? text.length : 0;
+  for (let line = 0; line < lines; line++) {
+    const next = back ? text.lastIndexOf("\n", at - 1) : text.indexOf("\n", at);
+    if (next < 0 || (back && at === 0)) return back ? Math.max(0, text.length - chars) : Math.min(text.length, chars);
+    at = back ? next : next + 1;
+  }
+  return back ? Math.max(at + 1, text.length - chars) : Math.min(at, chars);
+}
+
+/** A text's beginning and, of output, its end: `{head, tail, hidden}` with the characters between them. */
+export function cut(text, chars, lines, withTail) {
+  if (text.length <= chars) {
+    const all = edge(text, chars, lines, false);
+    if (all >= text.length) return { head: text, tail: "", hidden: 0 };
+  }
+  const part = withTail ? 0.7 : 1;
+  const end = whole(text, edge(text, Math.floor(chars * part), Math.ceil(lines * part), false));
+  const begin = withTail
+    ? Math.max(end, whole(text, edge(text, Math.floor(chars * 0.3), Math.floor(lines * 0.3), true)))
+    : text.length;
+  return { head: text.slice(0, end), tail: text.slice(begin), hidden: begin - end };
+}
+
+/** Not in the middle of a surrogate pair. */
+function whole(text, at) {
+  const code = text.charCodeAt(at);
+  return code >= 0xdc00 && code <= 0xdfff ? at + 1 : at;
+}
+
+const asked = new WeakMap();
+
+/** How much of an object's text somebody asked for: kept beside it, for virtual lists forget what they do not show. */
+export function useMore(owner, name, lines = FIRST_LINES) {
+  const kept = owner && asked.get(owner)?.[name];
+  const [size, setSize] = useState(kept ?? { chars: FIRST_CHARS, lines });
+  const more = () => {
+    const next = { chars: Math.min(MOST_CHARS, size.chars + MORE_CHARS), lines: size.lines + MORE_LINES };
+    if (owner) asked.set(owner, { ...asked.get(owner), [name]: next });
+    setSize(next);
+  };
+  return [size, more];
+}
+
+/** A text as it is, cut until more of it is asked for. */
+export function Words({ text, owner = null, name = "text", kind = "", lines }) {
+  const [size, more] = useMore(owner, name, lines);
+  const { head, hidden } = cut(text, size.chars, size.lines, false);
+  return html`<div class="words ${kind}" dir="auto">
+    ${visible(head)}${hidden > 0 && html`<${More} hidden=${hidden} text=${text} more=${size.chars < MOST_CHARS && more} name=${name} />`}
+  </div>`;
+}
+
+export function More({ hidden, text, more, name }) {
+  return html`<span class="more"
+    >… ${exact(hidden)} more characters
+    ${more && html`<button type="button" class="bare" onClick=${more}>Show more</button>`}
+    ${text.length > MORE_CHARS &&
+    html`<button type="button" class="bare" onClick=${() => save(new Blob([text], { type: "text/plain" }), `${name}.txt`)}>
+      Save all
+    </button>`}</span
+  >`;
+}
+
+/** Give a file to the browser. */
+export function save(blob, name) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(blob);
+  link.download = name.replace(/[^\w.-]+/g, "_");
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
+}
+
+/** A whole number with all its digits. */
+export function exact(number) {
+  return number == null ? "–" : Math.round(number).toLocaleString("en");
+}
+
+export function fixed(number, digits = 3) {
+  return number == null || Number.isNaN(number) ? "–" : number.toFixed(digits).replace("-", "−");
+}
