@@ -114,6 +114,7 @@ export async function post(path, body = {}, params = {}) {
 /** Whose key this is; null = nobody has signed in. */
 export async function session() {
   if (embedded) return { tenant: null, scopes: [] };
+  if (!localStorage.getItem(PROOF)) return null; // it counts only with a proof
   try {
     return await get("/v1/session");
   } catch (problem) {

@@ -80,15 +80,16 @@ async function found(text) {
     const names = { group: "group_id", version: "policy_version" };
     return hashOf(["rollouts"], Object.fromEntries(filters.map(([, name, value]) => [names[name] ?? name, value])));
   }
-  const known = (path, params) => get(path, params).catch((problem) => {
-    if (problem.status === 404 || problem.status === 400) return null;
-    throw problem;
-  });
-  const id = encodeURIComponent(text);
-  if (await known(`/v1/rollouts/${id}`, { include: "summary" })) return hashOf(["rollouts", text]);
-  if ((await known("/v1/rollouts", { group_id: text, limit: 1 }))?.rollouts.length) return hashOf(["groups", text]);
-  if (await known(`/v1/batches/${id}`)) return hashOf(["batches", text]);
-  return hashOf(["rollouts"], { tag: text });
+  // Lists first: they answer whether or not there is something, and a browser logs a 404 as an error.
+  const list = async (params) => (await get("/v1/rollouts", params)).rollouts;
+  const family = text.replace(/\.\d+$/, "");
+  const members = await list({ group_id: text, limit: 1 });
+  if (members.length) return members[0].id === text ? hashOf(["rollouts", text]) : hashOf(["groups", text]);
+  if (family !== text && (await list({ group_id: family, limit: 1 })).length) return hashOf(["rollouts", text]);
+  if ((await list({ tag: text, limit: 1 })).length) return hashOf(["rollouts"], { tag: text });
+  if ((await get("/v1/batches", { limit: 100 })).batches.some((batch) => batch.id === text)) return hashOf(["batches", text]);
+  await get(`/v1/rollouts/${encodeURIComponent(text)}`, { include: "summary" });
+  return hashOf(["rollouts", text]);
 }
 
 function Search() {
@@ -103,7 +104,7 @@ function Search() {
       setWrong(null);
       document.activeElement?.blur();
     } catch (problem) {
-      setWrong(problem.detail);
+      setWrong(problem.status === 404 ? "No rollout, group, batch or tag of that name." : problem.detail);
     }
   };
   return html`<form class="search" role="search" onSubmit=${go}>

@@ -79,7 +79,7 @@ function Filters({ filters }) {
       ${input("group_id", "Group")}
       ${input("policy_version", "Version")}
       ${select("blame", "Blame", BLAMES)}
-      ${select("drop", "Dropped or not", ["true", "false"], (value) => (value === "true" ? "dropped" : "not dropped"))}
+      ${select("drop", "Dropped?", ["true", "false"], (value) => (value === "true" ? "dropped" : "not dropped"))}
       ${input("reward_min", "Reward ≥", number)}
       ${input("reward_max", "Reward ≤", number)}
       ${Object.keys(filters).length > 0 && html`<button type="button" class="button" onClick=${() => go({})}><${Icon} name="close" />Clear</button>`}

@@ -10,9 +10,15 @@ const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3], [12, 4], [4, 2]];
 const HEIGHT = 180;
 const TABLE_ROWS = 200;
 const SMOOTH = { none: 0, some: 0.7, strong: 0.95 };
+const FIRST = [/reward/i, /gap/i, /stale/i, /kl|entropy/i]; // what is looked at first
 const hover = uPlot.sync("training"); // one cursor over all charts
 
 const colour = (i) => getComputedStyle(document.documentElement).getPropertyValue(`--c${i + 1}`).trim();
+
+function byInterest(a, b) {
+  const rank = (name) => FIRST.findIndex((pattern) => pattern.test(name)) >>> 0; // -1 goes last
+  return rank(a) - rank(b) || (a < b ? -1 : 1);
+}
 
 /** Exponential moving average that begins unbiased; gaps stay gaps. */
 function smoothed(values, weight) {
@@ -116,7 +122,7 @@ function Runs({ runs, query, status }) {
     location.hash = hashOf(["training"], { ...query, runs: next.join(",") });
   };
   const here = chosen.filter((run) => all[run]?.length);
-  const names = useMemo(() => [...new Set(here.flatMap((run) => all[run].flatMap((one) => Object.keys(one.metrics))))].sort(), [all, here.join()]);
+  const names = useMemo(() => [...new Set(here.flatMap((run) => all[run].flatMap((one) => Object.keys(one.metrics))))].sort(byInterest), [all, here.join()]);
   const series = useMemo(() => Object.fromEntries(names.map((name) => [name, here.filter((run) => all[run].some((one) => name in one.metrics)).map((run) => ({
     run, place: chosen.indexOf(run), steps: all[run].map((one) => one.step), values: all[run].map((one) => one.metrics[name] ?? null),
   }))])), [all, here.join(), names]);
