@@ -88,6 +88,8 @@ SHARED = {
     "cluster": ("tests/slurm/test_autoscale", "tests/slurm/test_cluster", "tests/slurm/test_forms"),
     # Redis, gateway, a worker whose model plays plans; the first file needs it without the worker.
     "compatibility": ("tests/integration/compatibility/",),
+    # Redis, gateway, a worker, a scripted engine and one browser.
+    "page": ("tests/page/",),
     # The first of them makes repositories and finds out which tests fail; the others would only wait for it.
     "instances": ("tests/swe/",),
 }

@@ -1,0 +1,100 @@
+"""A policy whose rollouts differ: the fake engine's `--script tests.helpers.page_policy:play`.
+
+As `policy_script`, but a plan has several variants: each rollout that begins takes the next one, and goes on
+with the one whose turns it has said so far. And the handler of such rollouts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from rollout.trajectory import Message
+from tests.helpers.llm_servers import DEMO_MODEL
+from workers.agent.codec import load_codec
+from workers.agent.replay import Action, Call, encode
+from workers.agent.tools import ExecuteBash, Finish, Think
+from workers.handlers.base import AgentHandler, EvalContext, Reward
+
+VARIABLE = "TEST_PAGE_PLANS"
+_NAME = re.compile(r"plan:([a-z0-9-]+)")
+_TURN = "<|im_start|>assistant\n"
+_begun: Counter[str] = Counter()
+
+
+class ShownTask(BaseModel):
+    prompt: str
+    rewards: list[float] = [1.0]
+    """Of the members of a group, in turn."""
+    patch: str = ""
+    """What the rollout leaves as a change of files."""
+
+
+class Shown(AgentHandler[ShownTask]):
+    """Works in a sandbox as its plan says."""
+
+    name = "shown"
+    Task = ShownTask
+    tools = (ExecuteBash(), Think(), Finish())
+    uses_sandbox = True
+    advertise_tools = False
+
+    def prompt(self, task: ShownTask) -> list[Message]:
+        system = "You mend small programs. Look first, change little, and run the tests."
+        return [Message(role="system", content=system), Message(role="user", content=task.prompt)]
+
+    async def evaluate(self, ctx: EvalContext[ShownTask]) -> Reward:
+        value = ctx.task.rewards[ctx.index % len(ctx.task.rewards)]
+        if ctx.task.patch:
+            ctx.artifacts["patch.diff"] = ctx.task.patch
+        return Reward(value, {"tests": value, "style": 0.25})
+
+
+def use(tool: str, content: str = "", **arguments: object) -> Action:
+    """A turn that calls one tool."""
+    return Action(content=content, tool_calls=[Call(name=tool, arguments=arguments)])
+
+
+def bash(command: str, content: str = "") -> Action:
+    """A turn that runs a command."""
+    return use("execute_bash", content, command=command)
+
+
+def write_plan(directory: Path, name: str, *variants: list[Action]) -> str:
+    """Write a plan; returns the words that a prompt names it by."""
+    data = [[action.model_dump() for action in variant] for variant in variants]
+    (directory / f"{name}.json").write_text(json.dumps(data))
+    return f"plan:{name}"
+
+
+def play(prompt: list[int], call_number: int) -> list[int]:
+    """All ids of the turn that is due, its stop id included; behind the last action an empty turn."""
+    codec = load_codec(str(DEMO_MODEL))
+    text = codec._guard.decode(prompt)
+    named = _NAME.search(text)
+    if named is None:
+        raise ValueError(f"the prompt names no plan: {text[-200:]!r}")
+    data = json.loads((Path(os.environ[VARIABLE]) / f"{named[1]}.json").read_text())
+    variants = [[Action.model_validate(action) for action in variant] for variant in data]
+    *said, _ = text.split(_TURN)[1:] or [""]
+    if not said:
+        _begun[named[1]] += 1
+        fitting = [variants[(_begun[named[1]] - 1) % len(variants)]]
+    else:
+        fitting = [variant for variant in variants if _begins(variant, said)]
+    actions = fitting[0] if fitting else []
+    return encode(actions[len(said)] if len(said) < len(actions) else Action(), codec, prompt)
+
+
+def _begins(variant: list[Action], said: list[str]) -> bool:
+    return len(variant) >= len(said) and all(
+        turn.startswith(action.text) for action, turn in zip(variant, said, strict=False)
+    )
+
+
+all_handlers = [Shown]

@@ -1,0 +1,158 @@
+"""A whole service with rollouts worth looking at: real ones that play plans, and some that are written."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.batch import BatchRequest
+from rollout.client import Client
+from rollout.schema import Rollout, RolloutRequest
+from services.state.api_keys import KeyStore, Scope
+from services.state.redis import connect
+from tests.helpers import page_policy, page_records
+from tests.helpers.fake_engine import fake_engine
+from tests.helpers.keys import KEY, http
+from tests.helpers.page_policy import bash, use
+from tests.helpers.sandboxes import leftovers, stop_host
+from tests.helpers.stack import Stack, wait_until
+from workers.agent.replay import Action
+
+HANDLERS = "tests.helpers.handlers:all_handlers,tests.helpers.page_policy:all_handlers"
+OTHER = "other"
+"""A second tenant."""
+PATCH = """--- a/calc.py
++++ b/calc.py
+@@ -1,3 +1,3 @@
+ def twice(x):
+-    return x + x + 1
++    return x + x
+     # the end
+"""
+COLOURS = r"printf '\033[31mred words\033[0m and plain ones\n'; ls -a"
+TICK = "for n in $(seq 1 400); do echo tick $n; sleep 0.1; done"
+RUN = "run-7"
+"""Of the trainer that reports."""
+
+
+@dataclass
+class PageWorld:
+    """The service, and whose rollouts are where."""
+
+    stack: Stack
+    plans: Path
+    other_key: str
+    ids: dict[str, str] = field(default_factory=dict)
+    group: list[Rollout] = field(default_factory=list)
+    """Siblings that part in their first turn."""
+
+    @property
+    def url(self) -> str:
+        return self.stack.url
+
+    @property
+    def client(self) -> Client:
+        return self.stack.client
+
+    def request(self, name: str, *variants: list[Action], **fields: Any) -> RolloutRequest:
+        """A rollout whose policy plays one of these lists of actions."""
+        words = page_policy.write_plan(self.plans, name, *variants)
+        task = {"prompt": f"Mend calc.py, in which twice(2) is 5. ({words})", **fields.pop("task", {})}
+        return RolloutRequest(handler="shown", task=task, **fields)
+
+    def submit(self, handler: str, **fields: Any) -> str:
+        """Start a rollout; its id."""
+        return self.client.submit([RolloutRequest(handler=handler, **fields)])[0].id
+
+    def running(self, command: str = TICK, **fields: Any) -> str:
+        """A rollout whose command runs in its sandbox by now; its id. Whoever started it cancels it."""
+        rollout_id = self.submit("in_tool", task={"command": command}, **fields)
+        wait_until(lambda: self.client.get(rollout_id).state == "running", 120, "the rollout to run")
+        return rollout_id
+
+
+@contextmanager
+def page_stack(directory: Path, env: dict[str, str] | None = None) -> Iterator[tuple[Stack, Path, Any]]:
+    """Redis and gateway, without a worker; the plans' directory; and the engine that plays them."""
+    plans = directory / "plans"
+    plans.mkdir()
+    with (
+        tempfile.TemporaryDirectory(prefix="rp-", dir="/tmp") as sandbox_dir,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv(page_policy.VARIABLE, str(plans))
+        try:
+            options = {
+                "script": "tests.helpers.page_policy:play",
+                "max_model_len": 131072,
+                "weight_version": "v1",
+            }
+            env = {"ROLLOUT_HANDLERS": HANDLERS, "ROLLOUT_LEASE_S": "10", **(env or {})}
+            with (
+                fake_engine(**options) as engine,
+                Stack(directory, Path(sandbox_dir), env) as stack,
+            ):
+                yield stack, plans, engine
+                stack.client.cancel_many(tag="page")
+                wait_until(lambda: leftovers(stack.sandbox_dir) == [], 120, "all sandboxes to be gone")
+        finally:
+            stop_host(Path(sandbox_dir))
+
+
+@contextmanager
+def page_world(directory: Path) -> Iterator[PageWorld]:
+    """The service with what every view needs to show something."""
+    with page_stack(directory) as (stack, plans, engine):
+        with connect(stack.redis.url) as redis:
+            _, other_key = KeyStore(redis).create(OTHER, [Scope.SUBMIT, Scope.READ])
+            world = PageWorld(stack, plans, other_key)
+            for name, made in (
+                ("long", page_records.long_trajectory()),
+                ("hostile", page_records.hostile_trajectory()),
+                ("branched", page_records.branched_trajectory()),
+            ):
+                fields = {"tags": ["written", name]}
+                world.ids[name] = page_records.write(redis, stack.redis.url, made, **fields)
+        stack.start_worker("init,run,eval", "all")
+        stack.client.add_backend(engine.url)
+        _run(world, engine.url)
+        yield world
+
+
+def _run(world: PageWorld, engine_url: str) -> None:
+    """A group of four that differ, a failure, a batch that keeps one group of two, another tenant's, reports."""
+    end = use("finish", "It is mended.", message="done")
+    variants = (
+        [bash(COLOURS, "I look around."), use("think", thought="One too many."), end],
+        [bash("seq 1 50", "I count first."), bash("echo twice >calc.py && cat calc.py", "I write."), end],
+        [use("finish", "I give up at once.", message="no")],
+    )
+    task = {"rewards": [1.0, 0.5, 0.0, 1.0], "patch": PATCH}
+    fields = {"task": task, "n": 4, "tags": ["page", "step:1"], "metadata": {"source": "tests"}}
+    requests = [
+        world.request("siblings", *variants, **fields),
+        RolloutRequest(handler="unready", tags=["page"], limits={"max_attempts": 2}),
+    ]
+    *world.group, failed = world.client.run(requests, timeout=240)
+    assert all(item.reward is not None for item in world.group), [item.error for item in world.group]
+    world.ids |= {"group": world.group[0].group_id, "first": world.group[0].id, "failed": failed.id}
+    draws = [RolloutRequest(handler="lottery", task={"rewards": r}) for r in ([0.0, 0.0], [0.0, 1.0])]
+    batch = BatchRequest(prompts=draws, n=2, groups=1, oversample=2.0)
+    world.ids["batch"] = world.client.batches.create(batch).id
+    with Client(world.url, api_key=world.other_key) as other:
+        (theirs,) = other.run([RolloutRequest(handler="chatty", tags=["secret-of-other"])])
+        world.ids["other"] = theirs.id
+    for step in range(1, 6):
+        metrics = {"reward": step / 5, "gap": 0.01 * step, "staleness": step % 3}
+        report = {"run": RUN, "step": step, "metrics": metrics, "policy_version": f"v{1 + step // 3}"}
+        http.post(f"{world.url}/v1/reports", json=report).raise_for_status()
+    world.client.batches.get(world.ids["batch"], wait=60)
+
+
+__all__ = ["KEY", "OTHER", "PageWorld", "page_stack", "page_world"]
