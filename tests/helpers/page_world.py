@@ -43,12 +43,12 @@ RUN = "run-7"
 
 @dataclass
 class PageWorld:
-    """The service, and whose rollouts are where."""
+    """The service. Its rollouts: `mend-calc.0` to `.3`, `broken`, `long`, `hostile`, `branched`; its batch:
+    `draws`; and `theirs`, another tenant's."""
 
     stack: Stack
     plans: Path
     other_key: str
-    ids: dict[str, str] = field(default_factory=dict)
     group: list[Rollout] = field(default_factory=list)
     """Siblings that part in their first turn."""
 
@@ -117,16 +117,15 @@ def page_world(directory: Path) -> Iterator[PageWorld]:
                 ("hostile", page_records.hostile_trajectory()),
                 ("branched", page_records.branched_trajectory()),
             ):
-                fields = {"tags": ["written", name]}
-                world.ids[name] = page_records.write(redis, stack.redis.url, made, **fields)
+                page_records.write(redis, stack.redis.url, made, id=name, tags=["written"])
         stack.start_worker("init,run,eval", "all")
         stack.client.add_backend(engine.url)
-        _run(world, engine.url)
+        _run(world)
         yield world
 
 
-def _run(world: PageWorld, engine_url: str) -> None:
-    """A group of four that differ, a failure, a batch that keeps one group of two, another tenant's, reports."""
+def _run(world: PageWorld) -> None:
+    """A group of four that differ, a failure, a batch that keeps one group of two, another's, reports."""
     end = use("finish", "It is mended.", message="done")
     variants = (
         [bash(COLOURS, "I look around."), use("think", thought="One too many."), end],
@@ -134,25 +133,29 @@ def _run(world: PageWorld, engine_url: str) -> None:
         [use("finish", "I give up at once.", message="no")],
     )
     task = {"rewards": [1.0, 0.5, 0.0, 1.0], "patch": PATCH}
-    fields = {"task": task, "n": 4, "tags": ["page", "step:1"], "metadata": {"source": "tests"}}
+    fields = {
+        "id": "mend-calc",
+        "task": task,
+        "n": 4,
+        "tags": ["page", "step:1"],
+        "metadata": {"source": "tests"},
+    }
     requests = [
         world.request("siblings", *variants, **fields),
-        RolloutRequest(handler="unready", tags=["page"], limits={"max_attempts": 2}),
+        RolloutRequest(id="broken", handler="unready", tags=["page"], limits={"max_attempts": 2}),
     ]
-    *world.group, failed = world.client.run(requests, timeout=240)
+    *world.group, _ = world.client.run(requests, timeout=240)
     assert all(item.reward is not None for item in world.group), [item.error for item in world.group]
-    world.ids |= {"group": world.group[0].group_id, "first": world.group[0].id, "failed": failed.id}
     draws = [RolloutRequest(handler="lottery", task={"rewards": r}) for r in ([0.0, 0.0], [0.0, 1.0])]
-    batch = BatchRequest(prompts=draws, n=2, groups=1, oversample=2.0)
-    world.ids["batch"] = world.client.batches.create(batch).id
+    batch = BatchRequest(id="draws", prompts=draws, n=2, groups=1, oversample=2.0)
+    world.client.batches.create(batch)
     with Client(world.url, api_key=world.other_key) as other:
-        (theirs,) = other.run([RolloutRequest(handler="chatty", tags=["secret-of-other"])])
-        world.ids["other"] = theirs.id
+        other.run([RolloutRequest(id="theirs", handler="chatty", tags=["secret-of-other"])])
     for step in range(1, 6):
         metrics = {"reward": step / 5, "gap": 0.01 * step, "staleness": step % 3}
         report = {"run": RUN, "step": step, "metrics": metrics, "policy_version": f"v{1 + step // 3}"}
         http.post(f"{world.url}/v1/reports", json=report).raise_for_status()
-    world.client.batches.get(world.ids["batch"], wait=60)
+    world.client.batches.get("draws", wait=60)
 
 
 __all__ = ["KEY", "OTHER", "PageWorld", "page_stack", "page_world"]

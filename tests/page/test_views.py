@@ -1,0 +1,159 @@
+"""Each view with real rollouts: what is seen, its filters, its links, and what it says when nothing is there."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from playwright.sync_api import expect
+
+from rollout.schema import RolloutRequest
+from tests.helpers.page_world import RUN
+
+
+def link(page, name):
+    return page.get_by_role("main").get_by_role("link", name=name)
+
+
+def test_the_overview_shows_stages_backends_nodes_and_what_has_failed(open_view, world):
+    page = open_view("overview")
+    main = page.get_by_role("main")
+    expect(page.get_by_role("heading", level=1)).to_have_text("Overview")
+    for words in ("init", "run", "eval", "testnode", "queued"):
+        expect(main.get_by_text(re.compile(rf"\b{words}\b", re.IGNORECASE)).first).to_be_visible()
+    backend = world.client.backends()[0]
+    expect(main.get_by_text(backend.id).first).to_be_visible()
+    expect(main.get_by_text("v1", exact=True).first).to_be_visible()
+    expect(main.get_by_text("handler", exact=False).first).to_be_visible(), "the blame of what failed"
+    expect(page.get_by_text("live", exact=True).first).to_be_visible()
+
+
+def test_rollouts_are_listed_with_state_reward_and_handler(open_view):
+    page = open_view("rollouts")
+    for words in ("mend-calc.0", "broken", "branched"):
+        expect(link(page, words).first).to_be_visible()
+    row = page.get_by_role("row").filter(has_text="mend-calc.0")
+    expect(row).to_contain_text("completed")
+    expect(row).to_contain_text("shown")
+    expect(page.get_by_role("row").filter(has_text="broken")).to_contain_text("failed")
+
+
+@pytest.mark.parametrize(
+    ("query", "there", "gone"),
+    [
+        ("state=failed", "broken", "mend-calc.0"),
+        ("handler=shown", "mend-calc.0", "broken"),
+        ("tag=step:1", "mend-calc.1", "branched"),
+        ("group_id=mend-calc", "mend-calc.2", "long"),
+        ("policy_version=v2", "branched", "mend-calc.0"),
+        ("blame=handler", "broken", "mend-calc.0"),
+        ("drop=true", "broken", "mend-calc.0"),
+        ("reward_min=0.4&reward_max=0.6", "mend-calc.1", "mend-calc.2"),
+    ],
+)
+def test_a_filter_in_the_address_holds_and_is_shown(open_view, query, there, gone):
+    page = open_view(f"rollouts?{query}")
+    expect(link(page, there).first).to_be_visible()
+    expect(link(page, gone)).to_have_count(0)
+    value = query.partition("=")[2].partition("&")[0]
+    fields = page.locator("select, input").evaluate_all("all => all.map((one) => one.value)")
+    assert value in fields or page.get_by_role("main").get_by_text(value).count(), (
+        "what is filtered by is seen"
+    )
+
+
+def test_a_filter_that_is_chosen_goes_into_the_address(open_view):
+    page = open_view("rollouts")
+    expect(link(page, "mend-calc.0").first).to_be_visible()
+    page.get_by_label("state", exact=False).first.select_option("failed")
+    expect(link(page, "mend-calc.0")).to_have_count(0)
+    expect(link(page, "broken").first).to_be_visible()
+    assert "state=failed" in page.url
+    page.go_back()
+    expect(link(page, "mend-calc.0").first).to_be_visible()
+
+
+def test_a_list_longer_than_a_page_goes_on_by_its_cursor(open_view, world):
+    many = RolloutRequest(id="many", handler="chatty", n=260, tags=["many", "page"])
+    world.client.run([many], include="summary")
+    page = open_view("rollouts?tag=many")
+    expect(link(page, "many.259").first).to_be_visible()
+    seen = set()
+    for _ in range(40):
+        names = link(page, re.compile(r"many\.\d+")).evaluate_all("all => all.map((one) => one.textContent)")
+        seen |= set(re.findall(r"many\.\d+", " ".join(names)))
+        if len(seen) == 260:
+            break
+        more = page.get_by_role("button", name=re.compile("more|older|next", re.IGNORECASE))
+        if more.count() and more.first.is_visible() and more.first.is_enabled():
+            more.first.click()
+        page.mouse.move(640, 400)
+        page.mouse.wheel(0, 1200)
+        page.wait_for_timeout(150)
+    assert len(seen) == 260
+
+
+def test_a_group_shows_siblings_side_by_side_and_where_they_first_differ(open_view):
+    page = open_view("groups/mend-calc")
+    main = page.get_by_role("main")
+    for number in range(4):
+        expect(main.get_by_text(f"mend-calc.{number}").first).to_be_visible()
+    for words in ("I look around.", "I count first.", "I give up at once."):
+        expect(main.get_by_text(words).first).to_be_visible()
+    expect(main.get_by_text(re.compile("differ|part|diverge", re.IGNORECASE)).first).to_be_visible()
+    expect(main.get_by_text("0.5", exact=True).first).to_be_visible()
+
+
+def test_a_batch_is_a_funnel_from_submitted_to_kept_with_reasons(open_view):
+    page = open_view("batches")
+    link(page, "draws").first.click()
+    expect(page).to_have_url(re.compile(r"#/batches/draws"))
+    main = page.get_by_role("main")
+    for words in ("kept", "filtered", "uniform_reward", "done"):
+        expect(main.get_by_text(re.compile(words.replace("_", "[_ ]"), re.IGNORECASE)).first).to_be_visible()
+
+
+def test_what_a_trainer_reports_is_drawn_by_run_and_metric(open_view, world):
+    page = open_view("training")
+    main = page.get_by_role("main")
+    expect(main.get_by_text(RUN).first).to_be_attached()
+    for metric in ("reward", "gap", "staleness"):
+        expect(main.get_by_text(metric, exact=True).first).to_be_visible()
+    expect(main.locator("canvas, svg").first).to_be_visible()
+
+
+def test_errors_are_counted_by_reason_with_examples_that_lead_to_the_rollout(open_view):
+    page = open_view("errors")
+    main = page.get_by_role("main")
+    expect(main.get_by_text("broken on purpose in init", exact=False).first).to_be_visible()
+    link(page, "broken").first.click()
+    expect(page).to_have_url(re.compile("#/rollouts/broken"))
+
+
+@pytest.mark.parametrize(
+    "route",
+    [
+        "rollouts/no-such-one",
+        "groups/no-such-group",
+        "batches/no-such-batch",
+        "nonsense",
+        "rollouts?state=nonsense",
+    ],
+)
+def test_what_is_not_there_is_said_so_and_the_way_on_is_shown(contexts, world, route):
+    context, witness = contexts()
+    witness.accept("40[04]")
+    page = context.new_page()
+    page.goto(f"{world.url}/#/{route}")
+    said = re.compile(
+        "not there|no such|not known|not found|nothing|no rollout|unknown|not fit|400", re.IGNORECASE
+    )
+    expect(page.get_by_role("main").get_by_text(said).first).to_be_visible()
+    expect(page.get_by_role("link", name=re.compile("rollouts", re.IGNORECASE)).first).to_be_visible()
+
+
+def test_a_list_without_a_match_says_what_to_do(open_view):
+    page = open_view("rollouts?tag=nobodys")
+    expect(
+        page.get_by_role("main").get_by_text(re.compile("no rollout|nothing|none", re.IGNORECASE)).first
+    ).to_be_visible()
