@@ -30,6 +30,10 @@ KEYS = {
         *("call_ratio_to_own_loop", "p99_ratio_to_own_loop", "streams_held", "held_mb", "calls_per_s"),
         *("attach_ratio_200_to_20_turns", "drift"),
     },
+    "page": {
+        *("first_paint_ms_overview", "open_128k_tokens_ms", "live_lag_ms_p95", "viewers_100_cpu_cores"),
+        "page_kb_gzip",
+    },
     "durability": {
         "always_throughput_ratio",
         "always_submit_ratio",
@@ -134,6 +138,7 @@ MAY_BE_ZERO = ZERO | {
     "recovery_worst_s_over_lease_without_spare",
     "cpu_ms_over_equal_chain",
     "eval_overhead_s",
+    "viewers_100_cpu_cores",
     *("takeover_s_over_lease", "wasted_tokens_share", "wasted_tokens_share_0_2_0"),
 }
 """Or less, but for ZERO: differences."""

@@ -1,4 +1,4 @@
-"""Each view with real rollouts: what is seen, its filters, its links, and what it says when nothing is there."""
+"""Each view with real rollouts: what is seen, its filters and links, and what it says where nothing is."""
 
 from __future__ import annotations
 
