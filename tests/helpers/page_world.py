@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,7 +103,9 @@ def page_stack(directory: Path, env: dict[str, str] | None = None) -> Iterator[t
                 stack.client.cancel_many(tag="page")
                 wait_until(lambda: leftovers(stack.sandbox_dir) == [], 120, "all sandboxes to be gone")
         finally:
-            stop_host(Path(sandbox_dir))
+            # Playwright has a loop in this thread, in which no other may run.
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(stop_host, Path(sandbox_dir)).result()
 
 
 @contextmanager

@@ -14,11 +14,17 @@ from tests.helpers.page_world import PageWorld, page_world
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
 
+EXPECTED_MS = 15_000.0
+"""For what is to be seen, also beside other tests."""
+
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
     if reason := browser_missing():
         pytest.skip(reason)
+    from playwright.sync_api import expect
+
+    expect.set_options(timeout=EXPECTED_MS)
     with chromium() as browser:
         yield browser
 
