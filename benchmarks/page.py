@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import harness
 from services.state.redis import connect
 from tests.helpers import page_records
-from tests.helpers.browser import PATIENCE_MS, WIDE, chromium, sign_in
+from tests.helpers.browser import PATIENCE_MS, WIDE, chromium, frame_when, sign_in
 from tests.helpers.keys import KEY, metric
 from tests.helpers.page_policy import use
 from tests.helpers.page_world import HANDLERS, PageWorld, page_stack
@@ -47,11 +47,8 @@ SEEN = """() => {
   requestAnimationFrame(look);
 }"""
 """Notes, in each frame, how old the output is that is new in it."""
-FIRST_TOKENS = """() => {
-  const text = document.querySelector("main")?.textContent ?? "";
-  return /Turn.{0,3}0/.test(text) && performance.now();
-}"""
-PAINTED = "() => performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
+TEXT = "(document.querySelector('main')?.textContent ?? '')"
+PAINTED = "performance.getEntriesByName('first-contentful-paint')[0]"
 
 
 @contextmanager
@@ -75,7 +72,8 @@ def first_load(browser: Browser, state: Any, url: str) -> dict[str, float]:
         page.goto(f"{url}/#/overview")
         page.get_by_role("main").get_by_text(re.compile(r"\binit\b", re.IGNORECASE)).first.wait_for()
         filled_ms = page.evaluate("performance.now()")
-        painted_ms = page.wait_for_function(PAINTED).json_value()
+        frame_when(page, PAINTED)
+        painted_ms = page.evaluate(f"() => {PAINTED}.startTime")
         page.wait_for_timeout(300)
         for request in ended:
             own = request.sizes()
@@ -95,7 +93,7 @@ def open_tokens(browser: Browser, state: Any, url: str, rollout_id: str) -> floa
     with opened(browser, state) as context:
         page = context.new_page()
         page.goto(f"{url}/#/rollouts/{rollout_id}?tab=tokens")
-        return page.wait_for_function(FIRST_TOKENS, polling="raf").json_value()
+        return frame_when(page, f"/Turn.{{0,3}}0/.test({TEXT})")
 
 
 def lags(browser: Browser, state: Any, url: str, rollout_id: str, count: int) -> list[float]:
@@ -103,12 +101,12 @@ def lags(browser: Browser, state: Any, url: str, rollout_id: str, count: int) ->
     with opened(browser, state) as context:
         page = context.new_page()
         page.goto(f"{url}/#/rollouts/{rollout_id}")
-        page.wait_for_function("() => /at=\\d{13}/.test(document.querySelector('main')?.textContent ?? '')")
+        frame_when(page, f"/at=\\d{{13}}/.test({TEXT})")
         page.evaluate(SEEN)
         # What was there before anybody looked is old.
         page.wait_for_timeout(500)
         page.evaluate("() => { window.lags.length = 0; }")
-        page.wait_for_function(f"() => window.lags.length >= {count}", timeout=count * 1000 + PATIENCE_MS)
+        frame_when(page, f"window.lags.length >= {count}", count * 1000 + PATIENCE_MS)
         return [float(lag) for lag in page.evaluate("window.lags")]
 
 
