@@ -19,7 +19,7 @@ from tests.helpers.llm_servers import DEMO_MODEL
 from workers.agent.codec import load_codec
 from workers.agent.replay import Action, Call, encode
 from workers.agent.tools import ExecuteBash, Finish, Think
-from workers.handlers.base import AgentHandler, EvalContext, Reward
+from workers.handlers.base import AgentHandler, EvalContext, InitContext, Reward
 
 VARIABLE = "TEST_PAGE_PLANS"
 _NAME = re.compile(r"plan:([a-z0-9-]+)")
@@ -27,32 +27,70 @@ _TURN = "<|im_start|>assistant\n"
 _begun: Counter[str] = Counter()
 
 
-class ShownTask(BaseModel):
+CODE = """def twice(x):
+    return x + x + 1
+
+
+def half(x):
+    return x // 2
+"""
+TESTS = """import unittest
+from calc import half, twice
+
+
+class Calc(unittest.TestCase):
+    def test_twice(self):
+        self.assertEqual(twice(2), 4)
+
+    def test_twice_of_nothing(self):
+        self.assertEqual(twice(0), 0)
+
+    def test_half(self):
+        self.assertEqual(half(4), 2)
+
+    def test_half_of_an_odd_number(self):
+        self.assertEqual(half(5), 2)
+"""
+CHECK = "python3 -m unittest -v 2>&1"
+
+
+class MendTask(BaseModel):
     prompt: str
-    rewards: list[float] = [1.0]
-    """Of the members of a group, in turn."""
-    patch: str = ""
-    """What the rollout leaves as a change of files."""
+    rewards: list[float] | None = None
+    """Of the members of a group, in turn; None = the share of tests that pass."""
 
 
-class Shown(AgentHandler[ShownTask]):
-    """Works in a sandbox as its plan says."""
+class Mend(AgentHandler[MendTask]):
+    """Mends a small program in a sandbox as its plan says; leaves what it has changed."""
 
-    name = "shown"
-    Task = ShownTask
+    name = "mend"
+    Task = MendTask
     tools = (ExecuteBash(), Think(), Finish())
     uses_sandbox = True
     advertise_tools = False
 
-    def prompt(self, task: ShownTask) -> list[Message]:
+    async def init(self, ctx: InitContext[MendTask]) -> None:
+        await super().init(ctx)
+        for name, text in (("calc.py", CODE), ("test_calc.py", TESTS)):
+            await ctx.sandbox.write_file(name, text)
+            await ctx.sandbox.write_file(f"/tmp/before/{name}", text)
+
+    def prompt(self, task: MendTask) -> list[Message]:
         system = "You mend small programs. Look first, change little, and run the tests."
         return [Message(role="system", content=system), Message(role="user", content=task.prompt)]
 
-    async def evaluate(self, ctx: EvalContext[ShownTask]) -> Reward:
-        value = ctx.task.rewards[ctx.index % len(ctx.task.rewards)]
-        if ctx.task.patch:
-            ctx.artifacts["patch.diff"] = ctx.task.patch
-        return Reward(value, {"tests": value, "style": 0.25})
+    async def evaluate(self, ctx: EvalContext[MendTask]) -> Reward:
+        tested = await ctx.sandbox.bash(CHECK, timeout=60)
+        passed = tested.output.count("... ok") / TESTS.count("def test_")
+        changed = await ctx.sandbox.bash(
+            "diff -u --label a/calc.py --label b/calc.py /tmp/before/calc.py calc.py", 60
+        )
+        ctx.artifacts["patch.diff"] = changed.output
+        ctx.artifacts["tests.txt"] = tested.output
+        rewards = ctx.task.rewards
+        return Reward(
+            rewards[ctx.index % len(rewards)] if rewards else passed, {"tests": passed, "style": 0.25}
+        )
 
 
 def use(tool: str, content: str = "", **arguments: object) -> Action:
@@ -97,4 +135,4 @@ def _begins(variant: list[Action], said: list[str]) -> bool:
     )
 
 
-all_handlers = [Shown]
+all_handlers = [Mend]

@@ -24,7 +24,7 @@ def write(
 ) -> str:
     """A rollout that was completed with this trajectory; its id. No worker may run, which could take it."""
     store = RolloutStore(client, Settings(redis_url=url))
-    request = RolloutRequest(**{"handler": "shown", "task": {"prompt": "written"}, **fields})
+    request = RolloutRequest(**{"handler": "mend", "task": {"prompt": "written"}, **fields})
     (new,) = _expand(request)
     store.submit([new], Tenant(name=tenant))
     for stage, outcome in (

@@ -28,14 +28,6 @@ from workers.agent.replay import Action
 HANDLERS = "tests.helpers.handlers:all_handlers,tests.helpers.page_policy:all_handlers"
 OTHER = "other"
 """A second tenant."""
-PATCH = """--- a/calc.py
-+++ b/calc.py
-@@ -1,3 +1,3 @@
- def twice(x):
--    return x + x + 1
-+    return x + x
-     # the end
-"""
 COLOURS = r"printf '\033[31mred words\033[0m and plain ones\n'; ls -a"
 TICK = "for n in $(seq 1 400); do echo tick $n; sleep 0.1; done"
 RUN = "run-7"
@@ -65,7 +57,7 @@ class PageWorld:
         """A rollout whose policy plays one of these lists of actions."""
         words = page_policy.write_plan(self.plans, name, *variants)
         task = {"prompt": f"Mend calc.py, in which twice(2) is 5. ({words})", **fields.pop("task", {})}
-        return RolloutRequest(handler="shown", task=task, **fields)
+        return RolloutRequest(handler="mend", task=task, **fields)
 
     def submit(self, handler: str, **fields: Any) -> str:
         """Start a rollout; its id."""
@@ -132,10 +124,14 @@ def _run(world: PageWorld) -> None:
     end = use("finish", "It is mended.", message="done")
     variants = (
         [bash(COLOURS, "I look around."), use("think", thought="One too many."), end],
-        [bash("seq 1 50", "I count first."), bash("echo twice >calc.py && cat calc.py", "I write."), end],
+        [
+            bash("seq 1 50", "I count first."),
+            bash("sed -i 's/ + 1//' calc.py && cat calc.py", "I write."),
+            end,
+        ],
         [use("finish", "I give up at once.", message="no")],
     )
-    task = {"rewards": [1.0, 0.5, 0.0, 1.0], "patch": PATCH}
+    task = {"rewards": [1.0, 0.5, 0.0, 1.0]}
     fields = {
         "id": "mend-calc",
         "task": task,

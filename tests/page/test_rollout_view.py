@@ -41,7 +41,7 @@ def test_the_conversation_shows_prompt_calls_of_tools_and_what_they_printed(open
     ):
         expect(said(page, words).first).to_be_visible()
     expect(said(page, "execute_bash").first).to_be_visible()
-    expect(said(page, "echo twice >calc.py && cat calc.py").first).to_be_visible()
+    expect(said(page, "sed -i 's/ + 1//' calc.py && cat calc.py").first).to_be_visible()
     expect(said(page, re.compile(r"\b49\n50\b")).first).to_be_visible()
 
 

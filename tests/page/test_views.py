@@ -34,7 +34,7 @@ def test_rollouts_are_listed_with_state_reward_and_handler(open_view):
         expect(link(page, words).first).to_be_visible()
     row = page.get_by_role("row").filter(has_text="mend-calc.0")
     expect(row).to_contain_text("completed")
-    expect(row).to_contain_text("shown")
+    expect(row).to_contain_text("mend")
     expect(page.get_by_role("row").filter(has_text="broken")).to_contain_text("failed")
 
 
@@ -42,7 +42,7 @@ def test_rollouts_are_listed_with_state_reward_and_handler(open_view):
     ("query", "there", "gone"),
     [
         ("state=failed", "broken", "mend-calc.0"),
-        ("handler=shown", "mend-calc.0", "broken"),
+        ("handler=mend", "mend-calc.0", "broken"),
         ("tag=step:1", "mend-calc.1", "branched"),
         ("group_id=mend-calc", "mend-calc.2", "long"),
         ("policy_version=v2", "branched", "mend-calc.0"),
