@@ -23,6 +23,8 @@ ELSEWHERE = ("cross-site", "same-site")
 """Values of `Sec-Fetch-Site` (Fetch Metadata Request Headers, 2.2) that mean a page of another origin."""
 FORMS = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data")
 """What a page may send without asking first (Fetch, CORS-safelisted request-header)."""
+MAX_OPEN = 4096
+"""Bytes of a body that is taken from anybody."""
 SHOWN = 200
 """Characters of a header that are repeated."""
 
@@ -40,11 +42,15 @@ def register(app: Flask, *, names: Collection[str] | None) -> None:
         if names is not None:
             _check_host(names)
         view = current_app.view_functions.get(request.endpoint or "")
-        if getattr(view, "scope", "") is None and request.method in ("GET", "HEAD"):
-            return  # open to everybody, and says nothing of the service
+        is_open = getattr(view, "scope", "") is None
+        if is_open and request.method in ("GET", "HEAD"):
+            return  # and says nothing of the service
         _check_origin()
         if request.method not in ("GET", "HEAD", "OPTIONS"):
             _check_type()
+        if is_open and ("Transfer-Encoding" in request.headers or (request.content_length or 0) > MAX_OPEN):
+            detail = f"who has no key yet may send {MAX_OPEN} bytes, with a Content-Length"
+            raise ApiProblem(413, "Request Entity Too Large", detail)
 
 
 def register_bodies(app: Flask) -> None:

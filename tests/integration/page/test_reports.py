@@ -36,6 +36,9 @@ def test_reports_come_back_in_the_order_of_steps_and_a_step_is_said_once(world):
     assert answer["reports"][1]["policy_version"] is None
     assert answer["reports"][2]["policy_version"] == "v3" and answer["reports"][2]["at"] > 1e9
     assert steps(world, limit=2) == [2, 3], "the latest"
+    for step in (2**53, 2**53 - 1, 2**53):
+        put(world, step, run="far")
+    assert steps(world, "far") == [2**53 - 1, 2**53]
 
 
 def test_runs_are_listed_the_latest_first_and_each_tenant_sees_its_own(world):

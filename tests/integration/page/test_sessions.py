@@ -230,6 +230,11 @@ def test_a_session_is_read_again_after_the_cache_s_time_and_not_before(world, br
     assert browser.call().status_code == 401
 
 
+def test_who_has_no_key_sends_little(world):
+    answer = world.call("POST", "/v1/session", json={"key": "x" * 5000})
+    assert answer.status_code == 413 and "Content-Length" in answer.json["detail"]
+
+
 # -- from pages of others ----------------------------------------------------------------------
 
 
