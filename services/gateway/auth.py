@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ from rollout.schema import FieldError, Problem
 from services.gateway import refusals
 from services.gateway.problems import ApiProblem, respond
 from services.state.api_keys import Access, ApiKey, KeyStore, Scope
-from services.state.sessions import Session, SessionStore, digest_of
+from services.state.sessions import Session, SessionStore
 from services.state.startup import StartCheck
 from services.state.tenants import Tenant
 
@@ -29,8 +28,6 @@ log = structlog.get_logger("gateway")
 
 CACHE_S = 2.0
 """Keys and tenants are read again after so many seconds: that long a revoked key may still work."""
-MAX_SESSIONS = 10_000
-"""Sessions that a process remembers for so long."""
 PROOF = "X-Rollout-Session"
 """The header with a session's proof. No page of another origin can send it, nor knows what to send."""
 MAX_HEADER = 200
@@ -38,6 +35,8 @@ MAX_HEADER = 200
 WORKING = ("active", "replaced")
 """States of a key that is accepted."""
 ALL_TENANTS = "*"
+LOG_IN = "log in again at /"
+ENTER = "enter an API key, rlt_…, as `rollout keys create` shows it"
 MAKE_KEY = "make one with `rollout keys create TENANT --scope admin`"
 
 
@@ -60,7 +59,6 @@ class Guard:
     def __init__(self, store: KeyStore, sessions: SessionStore) -> None:
         self._store, self._sessions = store, sessions
         self._cached: tuple[float, Access] | None = None
-        self._known: dict[str, tuple[float, Session]] = {}
 
     def access(self) -> Access:
         """Keys and tenants, not older than `CACHE_S`.
@@ -88,33 +86,53 @@ class Guard:
         else:
             log.warning(f"no API key is configured, so every call is refused: {MAKE_KEY}")
 
-    def identify(self, scope: Scope) -> Caller:
+    def identify(self, scope: Scope, text: str | None = None) -> Caller:
         """The caller of the request under way.
+
+        Args:
+            text: A key, in place of what the request came with.
 
         Raises:
             ApiProblem: 401 without a valid key, 403 for one that may not do this; both say what is missing.
         """
         access = self.access()
-        with _counted():
-            key, session = self._credentials(access)
-        _require(key, scope)
+        try:
+            key, session = (
+                self._credentials(access) if text is None else (_working(access, text, ENTER), None)
+            )
+        except ApiProblem:
+            refusals.REFUSED.labels(refusals.KEY).inc()
+            raise
+        if not key.may(scope):
+            refusals.REFUSED.labels(refusals.SCOPE).inc()
+            held = ", ".join(sorted(key.scopes)) or "none"
+            raise ApiProblem(
+                403,
+                "Scope missing",
+                f"{request.method} {request.path} needs the scope {scope.value!r}; key {key.id} has: {held}",
+                headers=_challenge("insufficient_scope", scope),
+            )
         return Caller(access.tenant(key.tenant), key, session)
 
-    def reader(self, text: str) -> ApiKey:
-        """The key with this text, which may read: whoever has it may begin a session.
-
-        Raises:
-            ApiProblem: As of `identify`.
-        """
-        with _counted():
-            key = _working(self.access(), text, "enter an API key, rlt_…, as `rollout keys create` shows it")
-        _require(key, Scope.READ)
-        return key
-
-    def end(self, session: Session) -> None:
-        """End a session; other processes refuse it within `CACHE_S`."""
-        self._sessions.end(session)
-        self._known.pop(session.digest, None)
+    def _credentials(self, access: Access) -> tuple[ApiKey, Session | None]:
+        """What the request came with: a key, or cookie and proof of a session."""
+        header = request.headers.get("Authorization")
+        token, proof = request.cookies.get(cookie_name()), request.headers.get(PROOF)
+        if header is not None or token is proof is None:
+            return _key(access, header), None
+        if token is None or proof is None:
+            missing = f"header {PROOF}" if proof is None else f"cookie {cookie_name()}"
+            detail = (
+                f"a session counts only with its cookie and its proof: the {missing} is missing; {LOG_IN}"
+            )
+            raise ApiProblem(401, "Session incomplete", detail, headers=_challenge())
+        session = self._sessions.find(token, proof)
+        key = access.keys.get(session.key_id) if session else None
+        if key is None:
+            detail = f"the session is over, or not known here; {LOG_IN}"
+            raise ApiProblem(401, "Session over", detail, headers=_challenge("invalid_token"))
+        _check_state(key)
+        return key, session
 
     def holds(self, caller: Caller) -> bool:
         """Whether one who was let in would be still: an answer may take minutes, a stream days.
@@ -123,74 +141,14 @@ class Guard:
             redis.RedisError: It cannot be told.
         """
         key, session = self.access().keys.get(caller.key.id), caller.session
-        lasts = session is None or self._session(session.digest) is not None
-        return lasts and key is not None and key.state(time.time()) in WORKING
-
-    def _credentials(self, access: Access) -> tuple[ApiKey, Session | None]:
-        """What the request came with: a key, or cookie and proof of a session."""
-        header, proof = request.headers.get("Authorization"), request.headers.get(PROOF)
-        token = request.cookies.get(cookie_name()) if header is None else None
-        if header is not None or (token is None and proof is None):
-            return _key(access, header), None
-        if token is None or proof is None:
-            missing = f"the header {PROOF}" if proof is None else f"the cookie {cookie_name()}"
-            detail = f"a session counts only with its cookie and its proof; {missing} is not there: {LOG_IN}"
-            raise ApiProblem(401, "Session incomplete", detail, headers=_challenge())
-        digest = digest_of(token)
-        session = self._session(digest) if digest else None
-        key = access.keys.get(session.key_id) if session else None
-        if session is None or key is None or not session.proven_by(proof[:MAX_HEADER]):
-            detail = f"the session is over, or not known here: {LOG_IN}"
-            raise ApiProblem(401, "Session over", detail, headers=_challenge("invalid_token"))
-        _check_state(key, time.time())
-        return key, session
-
-    def _session(self, digest: str) -> Session | None:
-        """A session that is not over, as it was `CACHE_S` ago at most."""
-        at, session = self._known.get(digest, (float("-inf"), None))
-        asked = time.monotonic()
-        if asked - at >= CACHE_S:
-            session = self._sessions.read(digest)
-            if len(self._known) >= MAX_SESSIONS:
-                self._known.clear()
-            if session is None:
-                self._known.pop(digest, None)
-            else:
-                self._known[digest] = asked, session
-        return session if session is not None and session.expires_at > time.time() else None
-
-
-LOG_IN = "log in again at /"
+        works = key is not None and key.state(time.time()) in WORKING
+        return works and (session is None or self._sessions.lasts(session))
 
 
 def cookie_name() -> str:
     """That of a session's cookie. Cookies know no ports, so each gateway of a host has a name of its own."""
     port = re.search(r":(\d{1,5})$", request.host)
     return f"rollout_session_{port[1] if port else 443 if request.is_secure else 80}"
-
-
-@contextmanager
-def _counted() -> Iterator[None]:
-    """Count who is refused for want of a key."""
-    try:
-        yield
-    except ApiProblem:
-        refusals.REFUSED.labels(refusals.KEY).inc()
-        raise
-
-
-def _require(key: ApiKey, scope: Scope) -> None:
-    """Refuse a key that may not do this."""
-    if key.may(scope):
-        return
-    refusals.REFUSED.labels(refusals.SCOPE).inc()
-    held = ", ".join(sorted(key.scopes)) or "none"
-    raise ApiProblem(
-        403,
-        "Scope missing",
-        f"{request.method} {request.path} needs the scope {scope.value!r}; key {key.id} has: {held}",
-        headers=_challenge("insufficient_scope", scope),
-    )
 
 
 def _challenge(error: str | None = None, scope: Scope | None = None) -> Mapping[str, str]:
@@ -223,13 +181,13 @@ def _working(access: Access, text: str, expected: str) -> ApiKey:
     if key is None:
         detail = f"the key is not known here, or it is mistyped: {expected}"
         raise ApiProblem(401, "API key not valid", detail, headers=_challenge("invalid_token"))
-    _check_state(key, time.time())
+    _check_state(key)
     return key
 
 
-def _check_state(key: ApiKey, now: float) -> None:
+def _check_state(key: ApiKey) -> None:
     """Refuse a key that works no longer."""
-    state = key.state(now)
+    state = key.state(time.time())
     if state not in WORKING:
         by = f" and was replaced by {key.replaced_by}" if key.replaced_by else ""
         detail = f"key {key.id} is {state}{by}: ask the operator for another one (`rollout keys`)"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import re
 import secrets
 import time
 
@@ -22,7 +21,6 @@ from services.state.api_keys import ApiKey
 LIFETIME_S = 12 * 3600
 MOST = 100
 """Sessions of a key; the oldest gives way to one more."""
-_TEXT = re.compile(r"[0-9a-f]{64}")
 
 
 class Session(BaseModel):
@@ -38,17 +36,8 @@ class Session(BaseModel):
     expires_at: float
     """Seconds since the epoch."""
 
-    def proven_by(self, text: str) -> bool:
-        """Whether this is the proof."""
-        return hmac.compare_digest(_digest(text), self.proof)
 
-
-def digest_of(token: str) -> str | None:
-    """What the session of a token is kept by; None = the text is no token."""
-    return _digest(token) if _TEXT.fullmatch(token) else None
-
-
-def _digest(text: str) -> str:
+def digest_of(text: str) -> str:
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()
 
 
@@ -62,7 +51,7 @@ class SessionStore:
         """Begin a session for a key. Returns it with its token and its proof, which are nowhere kept."""
         token, proof = secrets.token_hex(32), secrets.token_hex(32)
         ends = min(time.time() + LIFETIME_S, key.expires_at or float("inf"))
-        session = Session(digest=_digest(token), proof=_digest(proof), key_id=key.id, expires_at=ends)
+        session = Session(digest=digest_of(token), proof=digest_of(proof), key_id=key.id, expires_at=ends)
         name, own = keys.session(session.digest), keys.sessions_of(key.id)
         with self._redis.pipeline() as pipe:
             pipe.set(name, session.model_dump_json(), ex=max(1, int(ends - time.time())))
@@ -75,10 +64,15 @@ class SessionStore:
             self._redis.delete(*map(keys.session, oldest))
         return session, token, proof
 
-    def read(self, digest: str) -> Session | None:
-        """The session of a token with this digest, if it is not over."""
-        raw = self._redis.get(keys.session(digest))
-        return Session.model_validate_json(raw) if raw else None
+    def find(self, token: str, proof: str) -> Session | None:
+        """The session of these two; None = there is none, or it is over."""
+        raw = self._redis.get(keys.session(digest_of(token)))
+        session = Session.model_validate_json(raw) if raw else None
+        return session if session and hmac.compare_digest(digest_of(proof), session.proof) else None
+
+    def lasts(self, session: Session) -> bool:
+        """Whether it is not over."""
+        return self._redis.exists(keys.session(session.digest)) == 1
 
     def end(self, session: Session) -> None:
         """End it. Twice is harmless."""

@@ -51,7 +51,7 @@ def begin(body: SessionRequest) -> Response:
     """Begin a session with an API key, for the web page."""
     gate = gateway()
     gate.start.require()
-    key = gate.guard.reader(body.key.strip())
+    key = gate.guard.identify(Scope.READ, body.key.strip()).key
     session, token, proof = gate.sessions.create(key)
     response = reply(NewSession(**_fields(key, session.expires_at), proof=proof))
     response.set_cookie(
@@ -76,7 +76,7 @@ def end() -> Response:
     session = caller().session
     if session is None:
         raise ApiProblem(404, "No session", "the call came with a key; `rollout keys revoke` ends one")
-    gateway().guard.end(session)
+    gateway().sessions.end(session)
     response = Response(status=204)
     response.delete_cookie(cookie_name(), secure=request.is_secure, httponly=True, samesite="Strict")
     return response

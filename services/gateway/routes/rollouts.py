@@ -141,20 +141,11 @@ def list_rollouts(
     tenant: Tenant,
 ) -> RolloutPage:
     """List rollouts, the newest first, by any of the filters."""
-    wanted = listing.Filter(
-        tenant=tenant,
-        state=state,
-        handler=handler,
-        group_id=group_id,
-        tag=tag,
-        policy_version=policy_version,
-        blame=blame,
-        drop=drop,
-        reward_min=reward_min,
-        reward_max=reward_max,
-    )
+    filters = {"state": state, "handler": handler, "group_id": group_id, "tag": tag, "tenant": tenant}
+    filters |= {"policy_version": policy_version, "blame": blame, "drop": drop}
+    filters |= {"reward_min": reward_min, "reward_max": reward_max}
     gate = gateway()
-    rollouts, more = listing.page(gate.redis, gate.rollouts, wanted, cursor, limit)
+    rollouts, more = listing.page(gate.redis, gate.rollouts, cursor, limit, **filters)
     return RolloutPage(rollouts=rollouts, cursor=None if more is None else str(more))
 
 

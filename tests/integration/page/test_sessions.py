@@ -7,7 +7,6 @@ import threading
 
 import pytest
 
-from services.gateway import auth
 from services.state import keys as names
 from services.state import sessions
 from services.state.api_keys import Scope
@@ -217,17 +216,6 @@ def test_a_stream_ends_with_its_session_and_with_its_key(world, end):
         assert browser.call("/v1/session", "DELETE").status_code == 204
     reader.join(30)
     assert not reader.is_alive()
-
-
-def test_a_session_is_read_again_after_the_cache_s_time_and_not_before(world, browser, monkeypatch):
-    monkeypatch.setattr(auth, "CACHE_S", 1000.0)
-    assert browser.call().status_code == 200
-    name = names.session(sessions.digest_of(browser.token))
-    world.redis.delete(name)
-    assert browser.call().status_code == 200, "for so long it may still count"
-    assert browser.call(headers={"X-Rollout-Session": "0" * 64}).status_code == 401, "but never another proof"
-    monkeypatch.setattr(auth, "CACHE_S", 0.0)
-    assert browser.call().status_code == 401
 
 
 def test_who_has_no_key_sends_little(world):
