@@ -13,18 +13,16 @@ import json
 import posixpath
 import re
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import sha256
 from itertools import chain
-from typing import Any
 from urllib.parse import quote
 
+import redis
 from flask import Blueprint, Response
 from pydantic_core import from_json
 
 from rollout import arrays
-from rollout.arrays import PackedAnswer
 from rollout.schema import Rollout, RolloutPage
 from services.gateway.answers import Answer
 from services.gateway.context import gateway
@@ -48,13 +46,18 @@ SCRIPT = f'<script type="module" src="{ADDRESS}{ENTRY}"></script>'
 BEGIN = f'import "{ADDRESS}{ENTRY}";'
 TAIL = f'</script>\n<script type="module">{BEGIN}</script>\n</body>\n</html>\n'
 NOTHING = "'none'"
+SANDBOX = "sandbox allow-scripts allow-downloads; frame-ancestors 'none'"
+
+
+Body = tuple[str, Iterable[bytes]]
+"""Media type and pieces of an answer."""
 
 
 @blueprint.get("/rollouts/<rollout_id>/page")
 @operation(413, answers={200: STRING}, media=serving.HTML)
 def rollout_page(rollout_id: str, tenant: Tenant) -> Response:
     """A rollout as one HTML file."""
-    return _send(rollout_id, "rollouts", [rollout_id], tenant, {})
+    return _send("rollout", rollout_id, [rollout_id], tenant, {})
 
 
 @blueprint.get("/groups/<group_id>/page")
@@ -65,13 +68,13 @@ def group_page(group_id: str, tenant: Tenant) -> Response:
         raise invalid("tenant", "name one tenant: groups are each tenant's own")
     store = gateway().rollouts
     ids = store.ids(group_id=group_id, tenant=tenant, limit=MOST_ROLLOUTS + 1)
-    members = [] if len(ids) > MOST_ROLLOUTS else list(store.get_many(ids, trajectory=False, tenant=tenant))
     if len(ids) > MOST_ROLLOUTS:
         raise _too_large(f"group {group_id!r} has more than {MOST_ROLLOUTS} rollouts")
+    members = list(store.get_many(ids, trajectory=False, tenant=tenant))
     if not members:
         raise ApiProblem(404, "No such group", f"there is no group {group_id!r} that can be read")
-    listed = RolloutPage(rollouts=members).model_dump_json().encode()
-    return _send(group_id, "groups", [item.id for item in members], tenant, {"/v1/rollouts": listed})
+    listed = JSON, [RolloutPage(rollouts=members).model_dump_json().encode()]
+    return _send("group", group_id, [item.id for item in members], tenant, {"/v1/rollouts": listed})
 
 
 def _too_large(what: str) -> ApiProblem:
@@ -79,24 +82,25 @@ def _too_large(what: str) -> ApiProblem:
     return ApiProblem(413, "Too large for one file", detail)
 
 
-def _send(name: str, view: str, ids: list[str], tenant: str | None, listed: dict[str, bytes]) -> Response:
+def _send(noun: str, name: str, ids: list[str], tenant: str | None, bodies: dict[str, Body]) -> Response:
     """The file of some rollouts as an answer, which is made while it is sent."""
-    packed: dict[str, PackedAnswer] = {}
+    size = 0
     for rollout_id in ids:
         answer = Answer(msgpack=True)
-        packed[f"/v1/rollouts/{_quoted(rollout_id)}"] = answer.pack(read(answer, rollout_id, tenant))
-        if sum(item.nbytes for item in packed.values()) > MOST_BYTES:
-            raise _too_large(f"{name!r} takes more than {MOST_BYTES >> 20} MiB")
-    head, policy = _shell(f"{view.removesuffix('s')} {name}")
-    answers = _answers(f"#/{view}/{_quoted(name)}", listed, packed, partial(stored_texts, gateway().redis))
+        packed = answer.pack(read(answer, rollout_id, tenant))
+        bodies[f"/v1/rollouts/{_quoted(rollout_id)}"] = arrays.MEDIA_TYPE, packed
+        size += packed.nbytes
+        if size > MOST_BYTES:
+            raise _too_large(f"{noun} {name!r} takes more than {MOST_BYTES >> 20} MiB")
+    head, policy = _shell(f"{noun} {name}")
+    answers = _answers(f"#/{noun}s/{_quoted(name)}", bodies, gateway().redis)
     response = Response(chain([head], answers, [TAIL]), content_type=f"{serving.HTML}; charset=utf-8")
     file = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)
-    response.headers["Content-Disposition"] = f'attachment; filename="{view.removesuffix("s")}-{file}.html"'
+    response.headers.update(serving.HEADERS)
+    response.headers["Content-Disposition"] = f'attachment; filename="{noun}-{file}.html"'
+    response.headers["Cache-Control"] = "no-store"
     # Where somebody opens it in place all the same, it is nobody's page: it cannot touch a session.
-    sandbox = f"sandbox allow-scripts allow-downloads; {policy}; frame-ancestors 'none'"
-    response.headers.update(
-        serving.HEADERS | {"Content-Security-Policy": sandbox, "Cache-Control": "no-store"}
-    )
+    response.headers["Content-Security-Policy"] = f"{SANDBOX}; {policy}"
     return response
 
 
@@ -108,25 +112,22 @@ def _quoted(text: str) -> str:
     return quote(text, safe="!~*'()")
 
 
-def _answers(
-    view: str,
-    listed: Mapping[str, bytes],
-    packed: Mapping[str, PackedAnswer],
-    texts_of: Callable[[str], bytes | None],
-) -> Iterator[str]:
-    """The object of answers by address, in pieces: of the rollouts one is in memory at a time."""
+def _answers(view: str, bodies: Mapping[str, Body], client: redis.Redis) -> Iterator[str]:
+    """The object of answers by address, in pieces: one answer is in memory at a time."""
     yield f'{{"#":{json.dumps(view)}'
-    for path, body in listed.items():
-        yield _entry(path, JSON, body)
     used: dict[str, set[int]] = {}
-    for path, answer in packed.items():
-        body = b"".join(answer)
-        yield _entry(path, arrays.MEDIA_TYPE, body)
-        _note_ids(body, used)
+    for path, (kind, pieces) in bodies.items():
+        body = b"".join(pieces)
+        yield _entry(path, kind, body)
+        if kind == arrays.MEDIA_TYPE:
+            for tokenizer, ids in _tokens(body):
+                used.setdefault((tokenizer or "").rpartition("@")[2], set()).update(ids)
     for digest, ids in used.items():
-        if (stored := texts_of(digest)) is not None:
-            body = json.dumps({"texts": _texts(stored, ids)}).encode()
-            yield _entry(f"/v1/tokenizers/{_quoted(digest)}", JSON, body)
+        if (stored := stored_texts(client, digest)) is not None:
+            every = from_json(gzip.decompress(stored))["texts"]
+            # A vocabulary has a hundred thousand of them, and more.
+            texts = {token: every[token] for token in sorted(ids) if token < len(every)}
+            yield _entry(f"/v1/tokenizers/{_quoted(digest)}", JSON, json.dumps({"texts": texts}).encode())
     yield "}"
 
 
@@ -134,27 +135,14 @@ def _entry(path: str, kind: str, body: bytes) -> str:
     return f',{json.dumps(path)}:{{"type":"{kind}","body":"{b64encode(body).decode()}"}}'
 
 
-def _note_ids(body: bytes, used: dict[str, set[int]]) -> None:
-    """Enter the token ids of an answer, by the digest of their tokenizer."""
+def _tokens(body: bytes) -> Iterator[tuple[str | None, list[int]]]:
+    """The token ids in an answer, and the name of their tokenizer."""
     document, records = arrays.unpack_answer(body)
     for record in records.values():
         name = record.tokenizer()
-        ids = (token for part in record.chains for token in arrays.unpack_ids(part.ids))
-        used.setdefault(_digest(name), set()).update(ids)
+        yield from ((name, arrays.unpack_ids(part.ids)) for part in record.chains)
     if not records and (trajectory := Rollout.model_validate_json(document).trajectory) is not None:
-        ids = (token for part in trajectory.chains for token in part.token_ids)
-        used.setdefault(_digest(trajectory.tokenizer), set()).update(ids)
-
-
-def _digest(tokenizer: str | None) -> str:
-    """The digest that a tokenizer's name ends with."""
-    return (tokenizer or "").rpartition("@")[2]
-
-
-def _texts(stored: bytes, ids: set[int]) -> dict[int, Any]:
-    """Texts of these ids alone: a vocabulary has a hundred thousand and more."""
-    every = from_json(gzip.decompress(stored))["texts"]
-    return {token: every[token] for token in sorted(ids) if token < len(every)}
+        yield from ((trajectory.tokenizer, part.token_ids) for part in trajectory.chains)
 
 
 # -- the page ----------------------------------------------------------------------------------

@@ -125,7 +125,9 @@ def test_its_policy_allows_its_own_modules_and_reaches_nobody(world):
     (name,), _ = finished(world)
     answer = world.get(f"/v1/rollouts/{name}/page", "a")
     header = answer.headers["Content-Security-Policy"]
-    assert header.startswith("sandbox allow-scripts allow-downloads; default-src 'none'")
+    assert header.startswith(
+        "sandbox allow-scripts allow-downloads; frame-ancestors 'none'; default-src 'none'"
+    )
     (policy,) = re.findall(r'<meta http-equiv="Content-Security-Policy" content="([^"]+)">', answer.text)
     assert (
         policy in header and "unsafe" not in policy and "connect-src" not in policy and "http" not in policy
