@@ -136,7 +136,7 @@ export async function signOut() {
 
 /**
  * The live stream of a view: `handlers` by the name of the event, and `status(word)` with `connecting`, `live`,
- * `waiting` (it tries again), `paused` (the tab is hidden) or `off`. Returns `close()`.
+ * `waiting` (it tries again), `paused` (the tab is hidden) or `off`; `refused(problem)` before the last. Returns `close()`.
  */
 export function live(params, handlers) {
   const tell = (word) => handlers.status?.(word);
@@ -181,7 +181,8 @@ export function live(params, handlers) {
     if (closed) return;
     if (document.hidden) return tell("paused");
     if (refused instanceof Problem && refused.status >= 400 && refused.status < 500 && refused.status !== 429) {
-      return tell("off"); // asking again would be refused again
+      handlers.refused?.(refused); // asking again would be refused again
+      return tell("off");
     }
     tell("waiting");
     again = setTimeout(open, BACK_OFF_MS[Math.min(failures++, BACK_OFF_MS.length - 1)] * (0.75 + Math.random() / 2));

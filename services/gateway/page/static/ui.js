@@ -99,7 +99,7 @@ export function useGet(path, params = {}) {
 export function useLive(params, handlers) {
   const latest = useRef(handlers);
   latest.current = handlers;
-  const [status, setStatus] = useState("off");
+  const [status, setStatus] = useState(params ? "connecting" : "off");
   const key = params && JSON.stringify(params);
   useEffect(() => {
     if (!params) {
@@ -112,6 +112,20 @@ export function useLive(params, handlers) {
     return live(params, { ...forward, status: setStatus });
   }, [key]);
   return status;
+}
+
+/** `action`, at most so often: a call in between is made up for at the end. */
+export function useSoon(action, ms = 500) {
+  const latest = useRef(action);
+  latest.current = action;
+  const timer = useRef(null);
+  useEffect(() => () => clearTimeout(timer.current), []);
+  return useCallback(() => {
+    timer.current ??= setTimeout(() => {
+      timer.current = null;
+      latest.current();
+    }, ms);
+  }, []);
 }
 
 /** `j` and `k` walk the rows inside of `ref`, links with `data-row`; `c` copies the id that one has there. */
@@ -179,8 +193,8 @@ export function Ago({ at }) {
   const now = useNow();
   if (!at) return html`<span class="quiet">–</span>`;
   const past = Math.max(0, now - at);
-  const text = past < 2 ? "now" : `${span(past < 60 ? Math.floor(past) : past).replace(/ \d+[sm]$/, "")} ago`;
-  return html`<time class="num" datetime=${new Date(at * 1000).toISOString()} title=${clock(at)}>${text}</time>`;
+  const text = past < 2 ? "now" : span(past < 60 ? Math.floor(past) : past).replace(/ \d+[sm]$/, "");
+  return html`<time class="num" datetime=${new Date(at * 1000).toISOString()} title=${clock(at)}>${text}${past >= 2 && html`<span class="ago"> ago</span>`}</time>`;
 }
 
 /** `seconds`, or from `from` until now while `to` is null. */

@@ -1,7 +1,7 @@
 // Batches of dynamic sampling: the list, and one as the funnel that it is.
 import {
   html, useState, useEffect, useRef, Ago, Answered, Bars, Copy, count, digits, Duration, Empty, Head, Icon, Link, percent, plural, shortId,
-  StateMark, Stat, useGet, useLive, useRowKeys, words,
+  StateMark, Stat, useGet, useLive, useRowKeys, useSoon, words,
 } from "../ui.js";
 import { get } from "../api.js";
 
@@ -21,11 +21,18 @@ export function BatchesView() {
   const table = useRef();
   useRowKeys(table);
   const known = answer.data?.batches ?? [];
+  const changed = useRef(new Set());
+  const look = useSoon(() => {
+    const ids = [...changed.current];
+    changed.current.clear();
+    if (ids.some((id) => !known.some((b) => b.id === id))) answer.reload();
+    ids.forEach((id) => get(`/v1/batches/${encodeURIComponent(id)}`).then((b) => setFresh((old) => ({ ...old, [id]: b })), () => {}));
+  });
   const status = useLive({ topics: "batches" }, {
     changed: ({ what, id }) => {
       if (what !== "batch") return;
-      if (!known.some((b) => b.id === id)) answer.reload();
-      else get(`/v1/batches/${encodeURIComponent(id)}`).then((b) => setFresh((old) => ({ ...old, [id]: b })), () => {});
+      changed.current.add(id);
+      look();
     },
   });
   return html`<${Head} title="Batches" status=${status} />
@@ -106,12 +113,12 @@ function Groups({ batch }) {
   if (!groups.length && answer.data) return html`<section class="card"><${Empty} title="No group is decided yet">A group is decided when all its rollouts have ended.<//></section>`;
   return html`<section class="card flush" aria-labelledby="groups"><header><h2 id="groups">Groups</h2><span class="quiet small">in the order in which they were decided</span></header>
     ${groups.length > 0 && html`<table class="list" ref=${table}>
-      <thead><tr><th>Verdict</th><th>Group</th><th>Rewards</th><th class="right">Mean</th><th class="wide">Why</th><th class="wide"></th></tr></thead>
+      <thead><tr><th>Verdict</th><th>Group</th><th>Rewards</th><th class="right">Mean</th><th class="wide">Why</th><th class="wide">From</th></tr></thead>
       <tbody>${groups.map((g) => html`<tr key=${g.id}>
         <td><${StateMark} state=${g.verdict} /></td>
         <td><${Link} path=${["groups", g.id]} class="whole mono" data-row=${g.id} title=${g.id}>${shortId(g.id)}<//></td>
         <td><${Rewards} rollouts=${g.rollouts} /></td><td class="right num">${digits(mean(g.rollouts))}</td>
-        <td class="wide quiet">${words(g.reason ?? "")}</td><td class="wide">${g.carried && html`<span class="tag">carried in</span>`}</td></tr>`)}</tbody></table>`}
+        <td class="wide quiet">${words(g.reason ?? "")}</td><td class="wide quiet">${g.carried ? "an earlier batch" : "this batch"}</td></tr>`)}</tbody></table>`}
     ${!answer.data && html`<div class="pad"><${Answered} answer=${answer} what="Loading groups" /></div>`}
     ${answer.data?.groups.length === PAGE && html`<div class="list-foot"><span>${plural(groups.length, "group")} of ${count(decided(batch))}</span>
       <button type="button" class="button" onClick=${more}>Show more</button></div>`}
@@ -120,7 +127,8 @@ function Groups({ batch }) {
 
 export function BatchView({ params }) {
   const answer = useGet(`/v1/batches/${encodeURIComponent(params.id)}`);
-  const status = useLive({ topics: "batches" }, { changed: ({ what, id }) => what === "batch" && id === params.id && answer.reload() });
+  const look = useSoon(answer.reload);
+  const status = useLive({ topics: "batches" }, { changed: ({ what, id }) => what === "batch" && id === params.id && look() });
   return html`<${Head} title=${shortId(params.id)} crumbs=${[{ label: "Batches", path: ["batches"] }]} status=${status}>
       <${Copy} text=${params.id}>Copy id<//><${Copy} text=${`rollout batches show ${params.id}`}>As command<//><//>
     <${Answered} answer=${answer} what="Loading the batch">${(b) => html`

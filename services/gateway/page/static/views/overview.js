@@ -113,8 +113,8 @@ function StageBox({ title, what, stage, waits, load, depth }) {
       <${Slots} busy=${load.busy} slots=${load.slots} />
       ${none
         ? html`<p class="wrong">No live worker. <code>rollout up</code></p>`
-        : html`<p class="quiet small">${plural(load.workers, "worker")} · ${digits(perMinute ?? null)}/min
-            · ${mean ? `${span(mean)} each` : "–"}</p>`}
+        : html`<p class="quiet small facts"><span>${plural(load.workers, "worker")}</span><span>${digits(perMinute ?? null)}/min</span>
+            ${mean && html`<span>${span(mean)} each</span>`}</p>`}
     </section>
   </li>`;
 }
@@ -244,17 +244,19 @@ function Versions({ current }) {
 
 export function OverviewView() {
   const [event, setEvent] = useState(null);
+  const [refused, setRefused] = useState(null);
   const status = useLive({ topics: "overview" }, {
     overview: (data) => {
       remember(data);
       setEvent(data);
     },
+    refused: setRefused,
   });
   const turn = Math.floor(useNow() / REFRESH_S);
   return html`
     <${Head} title="Overview" status=${status} />
-    ${!event && (status === "off"
-      ? html`<${Failure} error=${{ status: 0, detail: "The live stream was refused." }} />`
+    ${!event && (refused
+      ? html`<${Failure} error=${refused} />`
       : html`<${Loading} what="Waiting for the service" />`)}
     ${event && html`
       <${Tiles} event=${event} />

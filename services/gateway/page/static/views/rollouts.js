@@ -59,6 +59,8 @@ function usePage(filters, cursor, turn) {
 
 function Filters({ filters }) {
   const handlers = useGet("/v1/handlers");
+  const [open, setOpen] = useState(false); // on a phone they take half of the screen
+  const others = Object.keys(filters).filter((name) => name !== "state").length;
   const set = (name) => (event) => go({ ...filters, [name]: event.target.value.trim() });
   const names = (handlers.data?.handlers ?? []).map((handler) => handler.name);
   if (filters.handler && !names.includes(filters.handler)) names.push(filters.handler);
@@ -73,7 +75,8 @@ function Filters({ filters }) {
       ${STATES.map((state) => html`<button type="button" class="chip" key=${state} aria-pressed=${String(filters.state === state)}
         onClick=${() => go({ ...filters, state: filters.state === state ? "" : state })}><${StateMark} state=${state} /></button>`)}
     </div>
-    <div class="filters">
+    <button type="button" class="button only-phone" aria-expanded=${String(open)} onClick=${() => setOpen(!open)}>${open ? "Hide filters" : `Filters${others ? ` (${others})` : ""}`}</button>
+    <div class="filters ${open ? "" : "folded"}">
       ${select("handler", "Handler", names, String)}
       ${input("tag", "Tag")}
       ${input("group_id", "Group")}
@@ -97,13 +100,15 @@ function asked(task) {
 
 const MOST_ASKED = 200; // characters; a task may be a megabyte
 
-function Row({ rollout: r }) {
+/** `first`: of siblings that follow each other; it alone names their group. */
+function Row({ rollout: r, first }) {
   const live = LIVE_STATES.includes(r.state);
   const tokens = r.metrics.sampled_tokens;
   return html`<tr>
     <td><${StateMark} state=${r.state} />${r.attempt > 1 && html` <span class="tag" title="attempt">attempt ${r.attempt}</span>`}</td>
     <td class="id"><${Link} path=${["rollouts", r.id]} class="whole mono" data-row=${r.id} title=${r.id}>${shortId(r.id)}<//>
       <span class="above"><${Copy} text=${r.id} label="Copy the id" /></span></td>
+    <td class="wider">${first && r.group_id !== r.id && html`<${Link} path=${["groups", r.group_id]} class="above small">compare siblings<//>`}</td>
     <td class="wide">${r.handler}</td>
     <td class="wider quiet"><span class="clip">${asked(r.request.task).slice(0, MOST_ASKED)}</span></td>
     <td class="right"><${Reward} value=${r.reward} drop=${r.drop} /></td>
@@ -160,9 +165,9 @@ export function RolloutsView({ query }) {
     ${page.error && html`<${Failure} error=${page.error} retry=${() => setTurn(turn + 1)} />`}
     ${page.rows.length > 0 && html`<section class="card flush" aria-label="Rollouts" aria-busy=${String(page.loading)}>
       <table class="list" ref=${table}>
-        <thead><tr><th>State</th><th>Rollout</th><th class="wide">Handler</th><th class="wider">Task</th><th class="right">Reward</th><th class="wide">End</th>
+        <thead><tr><th>State</th><th>Rollout</th><th class="wider">Group</th><th class="wide">Handler</th><th class="wider">Task</th><th class="right">Reward</th><th class="wide">End</th>
           <th class="right wide">Turns</th><th class="right wide">Sampled</th><th class="wider">Version</th><th class="right wide">Took</th><th class="right">Created</th></tr></thead>
-        <tbody>${page.rows.map((r) => html`<${Row} key=${r.id} rollout=${r} />`)}</tbody>
+        <tbody>${page.rows.map((r, i) => html`<${Row} key=${r.id} rollout=${r} first=${page.rows[i - 1]?.group_id !== r.group_id} />`)}</tbody>
       </table>
       <div class="list-foot">
         <span role="status">${short ? `${count(page.rows.length)} of ${count(page.looked)} looked at fit.` : `${plural(page.rows.length, "rollout")}${cursor ? `, after the newest ${count(Number(cursor))}` : ""}`}</span>

@@ -1,6 +1,6 @@
 // What trainers report of their steps: a chart for each metric, runs laid over each other.
 import {
-  html, useState, useEffect, useMemo, useRef, Ago, Answered, count, digits, Empty, Head, Loading, plural, Tabs, useGet, useLive,
+  html, useState, useEffect, useMemo, useRef, Ago, Answered, count, digits, Empty, Head, Loading, plural, Tabs, useGet, useLive, useSoon,
 } from "../ui.js";
 import { get, hashOf } from "../api.js";
 import uPlot from "../vendor/uplot.js";
@@ -145,7 +145,8 @@ function Runs({ runs, query, status }) {
 
 export function TrainingView({ query }) {
   const answer = useGet("/v1/reports");
-  const status = useLive({ topics: "reports" }, { changed: ({ what }) => what === "report" && answer.reload() });
+  const look = useSoon(answer.reload, 1000);
+  const status = useLive({ topics: "reports" }, { changed: ({ what }) => what === "report" && look() });
   return html`<${Head} title="Training" status=${status} />
     <${Answered} answer=${answer} what="Loading runs">${({ runs }) => runs.length
       ? html`<${Runs} runs=${runs} query=${query} />`
