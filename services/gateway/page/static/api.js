@@ -192,7 +192,8 @@ export function live(params, handlers) {
     clearTimeout(hide);
     if (document.hidden) {
       hide = setTimeout(() => abort?.abort(), HIDDEN_MS);
-    } else if (!abort && !again) {
+    } else if (!abort) {
+      clearTimeout(again);
       open();
     }
   };

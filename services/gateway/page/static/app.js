@@ -217,7 +217,8 @@ function App() {
     shown.current = name;
   }, [name]);
 
-  if (error) return html`<main class="login"><div class="card login-card"><h1>rollout</h1><${Failure} error=${error} retry=${ask} /></div></main>`;
+  if (error) return html`<main class="login"><div class="card login-card"><h1>rollout</h1><${Failure} error=${error} retry=${ask} />
+    ${error.status === 403 && html`<button type="button" class="button" onClick=${() => signOut().then(ask)}>Use another key</button>`}</div></main>`;
   if (who === undefined) return html`<${Loading} />`;
   if (who === null) {
     return html`<${LoginView} onSignedIn=${(signedIn) => {

@@ -175,7 +175,7 @@ function Backends({ backends, current }) {
   const levels = heap.length > 3 ? [heap.slice(0, 1), heap.slice(1, 3), heap.slice(3)] : heap.length > 1 ? [heap.slice(0, 1), heap.slice(1)] : [heap];
   const rest = [...able.slice(HEAP_SHOWN), ...backends.filter((backend) => !usable(backend))];
   return html`<section class="card" aria-labelledby="backends">
-    <header><h2 id="backends">Backends</h2><span class="quiet small">least loaded first: the root takes the next rollout</span></header>
+    <header><h2 id="backends">Backends</h2>${backends.length > 1 && html`<span class="quiet small">least loaded first: the root takes the next rollout</span>`}</header>
     ${!able.length && html`<p class="wrong">None can be used now: rollouts wait in RUN.</p>`}
     ${levels.map((level, depth) => html`
       ${depth > 0 && html`<svg class="branches" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">
@@ -253,6 +253,8 @@ export function OverviewView() {
     refused: setRefused,
   });
   const turn = Math.floor(useNow() / REFRESH_S);
+  // One alone is no heap: it stands in the line below.
+  const backends = event && html`<${Backends} backends=${event.backends} current=${event.policy?.version} />`;
   return html`
     <${Head} title="Overview" status=${status} />
     ${!event && (refused
@@ -261,7 +263,7 @@ export function OverviewView() {
     ${event && html`
       <${Tiles} event=${event} />
       <${Flow} event=${event} />
-      <${Backends} backends=${event.backends} current=${event.policy?.version} />
-      <div class="columns"><${Failures} key="failures-${turn}" /><${Versions} key="versions-${turn}" current=${event.policy?.version} /></div>
+      ${event.backends.length > 1 && backends}
+      <div class="columns">${event.backends.length < 2 && backends}<${Failures} key="failures-${turn}" /><${Versions} key="versions-${turn}" current=${event.policy?.version} /></div>
       <${Nodes} fleet=${event.fleet} />`}`;
 }

@@ -105,17 +105,17 @@ function Row({ rollout: r, first }) {
   const live = LIVE_STATES.includes(r.state);
   const tokens = r.metrics.sampled_tokens;
   return html`<tr>
-    <td><${StateMark} state=${r.state} />${r.attempt > 1 && html` <span class="tag" title="attempt">attempt ${r.attempt}</span>`}</td>
+    <td class="id"><${StateMark} state=${r.state} />${r.attempt > 1 && html` <span class="tag" title="attempt ${r.attempt}"><span aria-hidden="true">↻</span><span class="unseen">attempt</span> ${r.attempt}</span>`}</td>
     <td class="id"><${Link} path=${["rollouts", r.id]} class="whole mono" data-row=${r.id} title=${r.id}>${shortId(r.id)}<//>
       <span class="above"><${Copy} text=${r.id} label="Copy the id" /></span></td>
-    <td class="wider">${first && r.group_id !== r.id && html`<${Link} path=${["groups", r.group_id]} class="above small">compare siblings<//>`}</td>
+    <td class="widest">${first && r.group_id !== r.id && html`<${Link} path=${["groups", r.group_id]} class="above small">siblings<//>`}</td>
     <td class="wide">${r.handler}</td>
-    <td class="wider quiet"><span class="clip">${asked(r.request.task).slice(0, MOST_ASKED)}</span></td>
+    <td class="wider quiet fill-width"><span class="clip">${asked(r.request.task).slice(0, MOST_ASKED)}</span></td>
     <td class="right"><${Reward} value=${r.reward} drop=${r.drop} /></td>
     <td class="wide"><span class="clip quiet">${r.error ? `${r.error.blame}: ${r.error.type}` : words(r.finish_reason ?? "")}</span></td>
     <td class="right num wide">${count(r.metrics.turns)}</td>
     <td class="right num wide">${count(tokens)}</td>
-    <td class="wider"><span class="clip mono">${r.policy_versions.join(", ") || "–"}</span></td>
+    <td class="widest"><span class="clip mono">${r.policy_versions.join(", ") || "–"}</span></td>
     <td class="right wide"><${Duration} from=${r.created_at} to=${live ? null : r.finished_at ?? r.updated_at} /></td>
     <td class="right quiet"><${Ago} at=${r.created_at} /></td>
   </tr>`;
@@ -165,8 +165,8 @@ export function RolloutsView({ query }) {
     ${page.error && html`<${Failure} error=${page.error} retry=${() => setTurn(turn + 1)} />`}
     ${page.rows.length > 0 && html`<section class="card flush" aria-label="Rollouts" aria-busy=${String(page.loading)}>
       <table class="list" ref=${table}>
-        <thead><tr><th>State</th><th>Rollout</th><th class="wider">Group</th><th class="wide">Handler</th><th class="wider">Task</th><th class="right">Reward</th><th class="wide">End</th>
-          <th class="right wide">Turns</th><th class="right wide">Sampled</th><th class="wider">Version</th><th class="right wide">Took</th><th class="right">Created</th></tr></thead>
+        <thead><tr><th>State</th><th>Rollout</th><th class="widest">Group</th><th class="wide">Handler</th><th class="wider fill-width">Task</th><th class="right">Reward</th><th class="wide">End</th>
+          <th class="right wide">Turns</th><th class="right wide">Sampled</th><th class="widest">Version</th><th class="right wide">Took</th><th class="right">Created</th></tr></thead>
         <tbody>${page.rows.map((r, i) => html`<${Row} key=${r.id} rollout=${r} first=${page.rows[i - 1]?.group_id !== r.group_id} />`)}</tbody>
       </table>
       <div class="list-foot">
