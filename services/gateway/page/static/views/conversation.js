@@ -175,7 +175,7 @@ export function Conversation({ trajectory, chain, length, output, state, running
   };
   return html`<section class="conversation" aria-label="conversation">
     <div class="toolbar">
-      <form class="find" role="search" onSubmit=${(event) => (event.preventDefault(), go(1))}>
+      <form class="find" role="search" aria-label="find in this view" onSubmit=${(event) => (event.preventDefault(), go(1))}>
         <input type="search" placeholder="Find in the conversation" aria-label="find in the conversation" value=${wanted}
           onInput=${(event) => setWanted(event.target.value)}
           onKeyDown=${(event) => event.key === "Enter" && event.shiftKey && (event.preventDefault(), go(-1))} />

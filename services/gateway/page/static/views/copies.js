@@ -35,7 +35,7 @@ export function asPython(request) {
   const fields = Object.entries(again(request)).map(([name, value]) => `        ${name}=${python(value, 8)},\n`);
   return `from rollout import Client, RolloutRequest
 
-with Client(${JSON.stringify(location.origin)}) as client:
+with Client(${embedded ? "" : JSON.stringify(location.origin)}) as client:
     request = RolloutRequest(
 ${fields.join("")}    )
     for rollout in client.run([request]):

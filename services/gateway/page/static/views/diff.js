@@ -1,10 +1,11 @@
 // A unified diff: each file with its counts, lines marked by sign and by colour.
 import { html, useMemo, useState } from "../ui.js";
-import { exact, save, visible } from "./words.js";
+import { exact, visible } from "./words.js";
 
 const FIRST_LINES = 400;
 const MOST_LINE_CHARS = 2000;
-const META = /^(diff |index |--- |\+\+\+ |new file|deleted file|old mode|new mode|similarity|rename |Binary )/;
+/** Lines of a head that a reader does not need beside the file's name. */
+const HEAD = /^(diff |index |--- |\+\+\+ |similarity )/;
 
 /** Whether a text is a unified diff. */
 export function isDiff(text) {
@@ -22,7 +23,7 @@ export function readDiff(text) {
     const inHunk = oldLeft > 0 || nowLeft > 0;
     const hunk = /^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@/.exec(line);
     if (!inHunk && line.startsWith("diff --git ")) begin(line.slice(11).split(" ").pop().replace(/^b\//, ""));
-    else if (!inHunk && line.startsWith("--- ") && (!file || file.lines.some((each) => each.kind === "hunk"))) begin("");
+    else if (!inHunk && line.startsWith("--- ") && (!file || file.lines.some((each) => each.kind === "hunk"))) begin(line.slice(4).replace(/^a\//, ""));
     if (!file) begin("");
     if (!inHunk && /^\+\+\+ /.test(line) && !line.includes("/dev/null")) file.name = line.slice(4).replace(/^b\//, "");
     if (hunk) {
@@ -40,8 +41,8 @@ export function readDiff(text) {
     } else if (inHunk && !line.startsWith("\\")) {
       [oldLeft, nowLeft] = [oldLeft - 1, nowLeft - 1];
       file.lines.push({ kind: "same", text: line.slice(1), old: old++, now: now++ });
-    } else if (line) {
-      file.lines.push({ kind: META.test(line) || line.startsWith("\\") ? "meta" : "same", text: line });
+    } else if (line && !HEAD.test(line)) {
+      file.lines.push({ kind: "meta", text: line });
     }
   }
   return files;
@@ -50,7 +51,7 @@ export function readDiff(text) {
 const SIGN = { added: "+", removed: "−", same: " ", hunk: " ", meta: " " };
 
 /** A patch to read. */
-export function Diff({ text, name = "patch" }) {
+export function Diff({ text }) {
   const files = useMemo(() => readDiff(text), [text]);
   const [most, setMost] = useState(FIRST_LINES);
   const total = files.reduce((sum, file) => sum + file.lines.length, 0);
@@ -60,7 +61,6 @@ export function Diff({ text, name = "patch" }) {
     <p class="diff-sum">
       ${exact(files.length)} ${files.length === 1 ? "file" : "files"} ·
       <span class="added">+${exact(added)}</span> <span class="removed">−${exact(removed)}</span>
-      <button type="button" class="bare" onClick=${() => save(new Blob([text], { type: "text/x-diff" }), `${name}.diff`)}>Save</button>
     </p>
     ${files.map((file) => {
       const shown = file.lines.slice(0, Math.max(0, left));
@@ -69,7 +69,7 @@ export function Diff({ text, name = "patch" }) {
       return html`<details open class="diff-file">
         <summary>
           <span class="path" dir="ltr">${visible(file.name) || "patch"}</span>
-          <span class="added">+${exact(file.added)}</span> <span class="removed">−${exact(file.removed)}</span>
+          <span class="added"> +${exact(file.added)}</span> <span class="removed">−${exact(file.removed)}</span>
         </summary>
         <div class="diff-lines" tabindex="0" role="group" aria-label=${`changes of ${file.name || "the patch"}`}>
           ${shown.map(

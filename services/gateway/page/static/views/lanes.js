@@ -85,7 +85,7 @@ function describe(bar) {
 function Bar({ bar, x, wide, onShow }) {
   const { call } = bar;
   const cached = call?.prompt_tokens ? Math.min(1, (call.cached_tokens ?? 0) / call.prompt_tokens) : 0;
-  return html`<g class="lane-bar in-${bar.lane}" onMouseEnter=${() => onShow(bar)} onMouseLeave=${() => onShow(null)}>
+  return html`<g class="lane-bar in-${bar.lane} ${wide < 4 ? "thin" : ""}" onMouseEnter=${() => onShow(bar)} onMouseLeave=${() => onShow(null)}>
     <rect x=${x} y=${bar.y} width=${wide} height=${HEIGHT} rx="2" />
     ${cached > 0 && html`<rect class="cached" x=${x} y=${bar.y + HEIGHT - 4} width=${wide * cached} height="4" />`}
     ${wide > 8 * bar.label.length + 8 && html`<text x=${x + 5} y=${bar.y + 13}>${bar.label}</text>`}
@@ -183,7 +183,7 @@ export function Lanes({ rollout, calls, running }) {
         })}
         ${ticks(from - start, to - start, room / 90).map((at) => html`<g class="tick">
           <line x1=${x(at + start)} x2=${x(at + start)} y1="16" y2=${height} />
-          <text x=${x(at + start) + 3} y="24">${at === 0 ? "0" : `${Number(at.toPrecision(4))} s`}</text>
+          ${x(at + start) < width - 46 && html`<text x=${x(at + start) + 3} y="24">${at === 0 ? "0" : `${Number(at.toPrecision(6))} s`}</text>`}
         </g>`)}
         <svg x=${left} width=${room + 6} height=${height} viewBox="${left} 0 ${room + 6} ${height}">
           ${seen.map((bar) => html`<${Bar} bar=${bar} x=${x(bar.start)} wide=${Math.max(1.5, x(bar.end) - x(bar.start))} onShow=${setShown} />`)}

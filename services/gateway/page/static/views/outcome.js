@@ -40,9 +40,12 @@ function shownJson(text) {
 }
 
 function Artifact({ name, text, owner }) {
+  const json = shownJson(text);
   const body = isDiff(text)
-    ? html`<${Diff} text=${text} name=${name} />`
-    : html`<${Terminal} text=${shownJson(text) ?? text} owner=${owner} name=${name} label=${`artifact ${name}`} />`;
+    ? html`<${Diff} text=${text} />`
+    : json
+      ? html`<${Words} text=${json} owner=${owner} name=${name} kind="code" />`
+      : html`<${Terminal} text=${text} owner=${owner} name=${name} label=${`artifact ${name}`} />`;
   return html`<details class="artifact" open=${text.length < 20_000}>
     <summary><b>${name}</b> <span class="quiet">${bytes(text.length)}</span></summary>
     <div class="row"><${Copy} text=${text} label=${`Copy ${name}`} />
@@ -78,15 +81,16 @@ export function attemptsOf(rollout) {
     if (!attempts.has(line.attempt)) attempts.set(line.attempt, { number: line.attempt, lines: [], owners: [] });
     const attempt = attempts.get(line.attempt);
     attempt.lines.push(line);
-    if (line.owner && !attempt.owners.includes(line.owner)) attempt.owners.push(line.owner);
+    if (line.owner && line.state !== "queued" && !attempt.owners.includes(line.owner)) attempt.owners.push(line.owner);
   };
   (rollout.timeline ?? []).forEach(enter);
   (rollout.notes ?? []).forEach(enter);
   const all = [...attempts.values()].sort((one, other) => one.number - other.number);
   all.forEach((attempt, place) => {
     attempt.lines.sort((one, other) => one.at - other.at);
-    const fences = attempt.lines.map((line) => line.fence);
-    attempt.fences = [Math.min(...fences), Math.max(...fences)];
+    const before = all[place - 1]?.lines.at(-1).fence ?? 0;
+    attempt.lines.forEach((line, at) => (line.claims = line.fence > (attempt.lines[at - 1]?.fence ?? before)));
+    attempt.fences = attempt.lines.filter((line) => line.claims).map((line) => line.fence);
     attempt.from = attempt.lines[0].at;
     attempt.to = all[place + 1]?.lines[0].at ?? rollout.finished_at;
     attempt.end = endOf(attempt, rollout, place === all.length - 1);
@@ -110,13 +114,13 @@ export function Attempts({ rollout }) {
     <p class="quiet">${attempts.length} of at most ${rollout.request.limits.max_attempts} attempts${rollout.resumed > 0 && html`; workers took over ${rollout.resumed} ${rollout.resumed === 1 ? "time" : "times"} what another one, lost or stopped, had begun`}. A claim raises the fence by one; whoever writes under an older one writes nothing.</p>
     ${[...attempts].reverse().map((attempt) => html`<details class="attempt" key=${attempt.number} open>
       <summary><h2>Attempt ${attempt.number}</h2>
-        <span class="quiet">fence ${attempt.fences[0] === attempt.fences[1] ? attempt.fences[0] : `${attempt.fences[0]} to ${attempt.fences[1]}`} · ${attempt.to ? span(attempt.to - attempt.from) : "under way"}${attempt.owners.length > 0 && ` · ${attempt.owners.join(", ")}`}</span></summary>
+        <span class="quiet">${attempt.fences.length ? `${attempt.fences.length > 1 ? "fences" : "fence"} ${attempt.fences.join(", ")}` : "not claimed"} · ${attempt.to ? span(attempt.to - attempt.from) : "under way"}${attempt.owners.length > 0 && ` · ${attempt.owners.join(", ")}`}</span></summary>
       <p class="attempt-end">${attempt.end ? html`Ended: <b>${attempt.end}</b>` : "Under way."}</p>
       <div class="table-frame" tabindex="0" role="group" aria-label=${`what happened in attempt ${attempt.number}`}><table class="list log">
         <thead><tr><th scope="col" class="right num">after</th><th scope="col" class="right num">fence</th><th scope="col">what</th><th scope="col">by</th></tr></thead>
-        <tbody>${attempt.lines.map((line, place) => html`<tr class=${line.text ? "is-note" : ""}>
+        <tbody>${attempt.lines.map((line) => html`<tr class=${line.text ? "is-note" : ""}>
           <td class="right num" title=${new Date(line.at * 1000).toISOString()}>${`+${(line.at - rollout.created_at).toFixed(3)} s`}</td>
-          <td class="right num">${line.fence}${line.fence > (attempt.lines[place - 1]?.fence ?? (attempt.fences[0] || 0)) && html`<span class="tag">claim</span>`}</td>
+          <td class="right num">${line.fence}${line.claims && html`<span class="tag">claim</span>`}</td>
           <td>${line.text ? line.text : html`<${StateMark} state=${line.state} />`}</td><td class="quiet">${line.owner ?? ""}</td></tr>`)}</tbody>
       </table></div>
     </details>`)}

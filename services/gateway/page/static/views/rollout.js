@@ -1,5 +1,5 @@
 // One rollout: its conversation, its tokens, when what happened, and how it came out; live while it runs.
-import { embedded, getBytes, hashOf, post } from "../api.js";
+import { embedded, getBytes, hashOf, post, route } from "../api.js";
 import {
   Ago, Dialog, Duration, ENDED_STATES, Empty, Failure, Head, Icon, Link, Loading, Reward, StateMark, Tabs, html, shortId, useCallback,
   useEffect, useLive, useMemo, useRef, useState, words,
@@ -159,17 +159,27 @@ function Without({ rollout }) {
   return html`<${Empty} title=${`It is ${words(rollout.state)}`}>Turns appear here as they are made.<//>`;
 }
 
+/** What of a rollout an address means: the tab, the chain (null = the last one), and a token of it. */
+function placeOf({ tab = "conversation", chain, at }) {
+  return { tab, chain: chain != null ? Number(chain) : null, at: at != null ? Number(at) : -1 };
+}
+
 export function RolloutView({ params, query = {} }) {
   const { id } = params;
   const { data, error, status, output, reload } = useRollout(id);
   const [vocabulary, setVocabulary] = useState(NO_TEXTS);
-  const [place, setPlace] = useState({ tab: query.tab ?? "conversation", chain: query.chain != null ? Number(query.chain) : null, at: query.at != null ? Number(query.at) : -1 });
+  const [place, setPlace] = useState(() => placeOf(query));
   const digest = data?.trajectory?.digest;
   useEffect(() => {
     let gone = false;
     if (digest) loadVocabulary(digest).then((loaded) => gone || setVocabulary(loaded));
     return () => (gone = true);
   }, [digest]);
+  useEffect(() => {
+    const moved = () => setPlace(placeOf(route().query));
+    addEventListener("hashchange", moved);
+    return () => removeEventListener("hashchange", moved);
+  }, []);
   const go = useCallback((change) => {
     setPlace((before) => {
       const next = { ...before, ...change };

@@ -224,7 +224,7 @@ export class Strip {
   /** All rows in one column of the window's height: the shape of the whole chain. */
   drawMap() {
     const { map, layout } = this;
-    const pen = (this.mapPen = map.getContext("2d"));
+    const pen = (this.mapPen = map.getContext("2d", { willReadFrequently: true }));
     pen.setTransform(1, 0, 0, 1, 0, 0);
     pen.clearRect(0, 0, map.width, map.height);
     const rows = layout.rows.length;

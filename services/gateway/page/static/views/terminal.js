@@ -59,8 +59,10 @@ function paint(colour, side, words, style) {
 export function Terminal({ text, owner = null, name = "output", label = "output", running = false }) {
   const [size, more] = useMore(owner, name);
   const { head, tail, hidden } = useMemo(() => cut(text, size.chars, size.lines, true), [text, size]);
+  // A cut may fall into a sequence, of which the rest would be text.
+  const broken = hidden > 0 && /\x1b\[[\d;]*$/.test(text.slice(Math.max(0, text.length - tail.length - 16), text.length - tail.length));
   const begin = useMemo(() => spans(head), [head]);
-  const end = useMemo(() => spans(tail), [tail]);
+  const end = useMemo(() => spans(broken ? tail.replace(/^[\d;]*[A-Za-z]/, "") : tail), [tail]);
   const cursor = running && html`<span class="cursor" aria-hidden="true"> </span>`;
   return html`<div class="terminal" role="group" aria-label=${label} dir="ltr">
     <span class="screen">${begin}</span>${hidden > 0 &&

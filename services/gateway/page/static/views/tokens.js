@@ -140,7 +140,7 @@ export function Tokens({ trajectory, chain, length, vocabulary, at = -1, onChoos
         )}
       </span>
       <button type="button" class="bare" title="The next sampled token with a probability below 1 %" onClick=${surprise}>Next unlikely</button>
-      <form class="find" role="search" onSubmit=${(event) => (event.preventDefault(), go(1))}>
+      <form class="find" role="search" aria-label="find in this view" onSubmit=${(event) => (event.preventDefault(), go(1))}>
         <input type="search" placeholder="Find text or #id" aria-label="find text or #id in the tokens" value=${wanted}
           onInput=${(event) => setWanted(event.target.value)}
           onKeyDown=${(event) => event.key === "Enter" && event.shiftKey && (event.preventDefault(), go(-1))} />

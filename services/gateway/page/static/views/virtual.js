@@ -6,6 +6,7 @@ import { html, useEffect, useLayoutEffect, useReducer, useRef, useState } from "
 const ABOVE = 108;
 /** Pixels at the page's top that stick, and may not cover what was scrolled to. */
 const NEAR_END = 120;
+const toEnd = () => window.scrollTo(0, document.documentElement.scrollHeight);
 
 /**
  * `items` with a `key` each, of which `render(item)` makes what is seen. `handle.current(index)` scrolls to one.
@@ -15,7 +16,7 @@ export function VirtualList({ items, render, estimate, label, handle, follow = f
   const list = useRef();
   const made = useRef();
   const latest = useRef();
-  const atEnd = useRef(false);
+  const [atEnd, setAtEnd] = useState(false);
   const [margin, setMargin] = useState(0);
   const [, redraw] = useReducer((n) => n + 1, 0);
   latest.current = items;
@@ -47,18 +48,19 @@ export function VirtualList({ items, render, estimate, label, handle, follow = f
   });
   useEffect(() => {
     const look = () => {
-      atEnd.current = window.innerHeight + window.scrollY >= document.documentElement.scrollHeight - NEAR_END;
+      setAtEnd(window.innerHeight + window.scrollY >= document.documentElement.scrollHeight - NEAR_END);
     };
     look();
     window.addEventListener("scroll", look, { passive: true });
     return () => window.removeEventListener("scroll", look);
   }, []);
   useLayoutEffect(() => {
-    if (follow && atEnd.current) window.scrollTo(0, document.documentElement.scrollHeight);
+    if (follow && atEnd) toEnd();
   });
 
   const seen = virtual.getVirtualItems();
-  return html`<div class="virtual" role="list" aria-label=${label} ref=${list} style=${{ height: `${virtual.getTotalSize()}px` }}>
+  return html`${follow && !atEnd && html`<button type="button" class="button to-end" onClick=${toEnd}>↓ Follow</button>`}
+  <div class="virtual" role="list" aria-label=${label} ref=${list} style=${{ height: `${virtual.getTotalSize()}px` }}>
     ${seen.map((place) => {
       const item = items[place.index];
       if (!item) return null;

@@ -2,7 +2,7 @@
 import { get } from "../api.js";
 
 const MOST_SHOWN = 40;
-const SYMBOLS = { "\n": "↵", "\r": "␍", "\t": "⇥", "\u007f": "␡" };
+const SYMBOLS = { "\n": "↵", "\t": "⇥" };
 const HIDDEN = /[\u0000-\u001f\u007f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g;
 const kept = new Map();
 
@@ -40,9 +40,7 @@ export class Vocabulary {
 }
 
 function named(character) {
-  const code = character.charCodeAt(0);
-  if (SYMBOLS[character]) return SYMBOLS[character];
-  return code < 32 ? String.fromCharCode(0x2400 + code) : `⟨${code.toString(16)}⟩`;
+  return SYMBOLS[character] ?? `⟨${character.charCodeAt(0).toString(16).padStart(2, "0")}⟩`;
 }
 
 /** The vocabulary of a digest. One without texts, where the service has none, shows ids. */

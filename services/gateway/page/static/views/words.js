@@ -5,6 +5,8 @@ const CONTROL = /[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f]/g;
 const INVISIBLE = /[\u200b-\u200f\u061c\u202a-\u202e\u2060-\u2069\ufeff]/g;
 const FIRST_CHARS = 4000;
 const FIRST_LINES = 40;
+/** Of a line as long as is read well; a text of one line is cut, too. */
+const LINE_CHARS = 100;
 const MORE_CHARS = 64_000;
 const MORE_LINES = 1000;
 /** Characters of one text that the page lays out at most; beyond, it is a file to save. */
@@ -13,7 +15,7 @@ const MOST_CHARS = 512_000;
 /** A text whose control and bidi characters can be seen, and act on nothing around them. */
 export function visible(text) {
   return text
-    .replace(CONTROL, (c) => (c === "\u007f" ? "\u2421" : String.fromCharCode(0x2400 + c.charCodeAt(0))))
+    .replace(CONTROL, (c) => `⟨${c.charCodeAt(0).toString(16).padStart(2, "0")}⟩`)
     .replace(INVISIBLE, (c) => `⟨U+${c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
 }
 
@@ -53,7 +55,7 @@ const asked = new WeakMap();
 /** How much of an object's text somebody asked for: kept beside it, for virtual lists forget what they do not show. */
 export function useMore(owner, name, lines = FIRST_LINES) {
   const kept = owner && asked.get(owner)?.[name];
-  const [size, setSize] = useState(kept ?? { chars: FIRST_CHARS, lines });
+  const [size, setSize] = useState(kept ?? { chars: Math.min(FIRST_CHARS, lines * LINE_CHARS), lines });
   const more = () => {
     const next = { chars: Math.min(MOST_CHARS, size.chars + MORE_CHARS), lines: size.lines + MORE_LINES };
     if (owner) asked.set(owner, { ...asked.get(owner), [name]: next });
