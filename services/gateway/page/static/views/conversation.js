@@ -7,6 +7,9 @@ import { Words, exact, fixed } from "./words.js";
 
 const SYSTEM_LINES = 8;
 const FIND_AFTER_MS = 200;
+const MOST_MARKS = 1000;
+/** Pixels below which the message that one reads begins; above, the tabs stick. */
+const TOP = 72;
 
 /** Text parts of a message, joined. */
 export function textOf(message) {
@@ -147,6 +150,33 @@ function estimate(item) {
   return 70 + 20 * lines + 90 * (item.message?.tool_calls?.length ?? 0);
 }
 
+/** Index of the message at the top of the window. */
+function topItem() {
+  const shown = [...document.querySelectorAll(".virtual-item")].find((item) => item.getBoundingClientRect().bottom > TOP);
+  return Number(shown?.dataset.index ?? 0);
+}
+
+/** Highlight what was looked for in the message that was found; the document stays as it is. */
+function mark(needle) {
+  if (!globalThis.CSS?.highlights) return;
+  CSS.highlights.delete("found");
+  const message = needle && document.querySelector(".msg-found");
+  if (!message) return;
+  const ranges = [];
+  const walker = document.createTreeWalker(message, NodeFilter.SHOW_TEXT);
+  for (let node = walker.nextNode(); node && ranges.length < MOST_MARKS; node = walker.nextNode()) {
+    const text = node.data.toLowerCase();
+    for (let at = text.indexOf(needle); at >= 0 && ranges.length < MOST_MARKS; at = text.indexOf(needle, at + needle.length)) {
+      if (at + needle.length > node.length) break;
+      const range = new Range();
+      range.setStart(node, at);
+      range.setEnd(node, at + needle.length);
+      ranges.push(range);
+    }
+  }
+  CSS.highlights.set("found", new Highlight(...ranges));
+}
+
 /** `length` makes it look again when the chain has grown; `output` is the running command's, where there is one. */
 export function Conversation({ trajectory, chain, length, output, state, running, onTokens }) {
   const [wanted, setWanted] = useState("");
@@ -173,6 +203,17 @@ export function Conversation({ trajectory, chain, length, output, state, running
     setAt(next);
     handle.current(found[next]);
   };
+  useEffect(() => mark(needle));
+  useEffect(() => {
+    const key = (event) => {
+      const step = { j: 1, k: -1 }[event.key];
+      if (!step || event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, select, dialog")) return;
+      const next = Math.max(0, Math.min(items.length - 1, topItem() + step));
+      handle.current(next);
+    };
+    addEventListener("keydown", key);
+    return () => removeEventListener("keydown", key);
+  }, [items]);
   return html`<section class="conversation" aria-label="conversation">
     <div class="toolbar">
       <form class="find" role="search" aria-label="find in this view" onSubmit=${(event) => (event.preventDefault(), go(1))}>

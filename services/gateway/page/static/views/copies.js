@@ -1,5 +1,5 @@
 // What one takes along: the request as JSON or Python, a command, the address, a file.
-import { embedded, getBytes, hashOf } from "../api.js";
+import { embedded, embeddedHash, getBytes, hashOf } from "../api.js";
 import { Copy, Icon, html, shortId, useEffect, useRef, useState } from "../ui.js";
 import { save } from "./words.js";
 
@@ -44,6 +44,12 @@ ${fields.join("")}    )
 }
 
 export const asRequest = (request) => JSON.stringify(again(request), null, 2);
+
+/** Where the list of rollouts, or the group of an exported file, is: what is above a rollout. */
+export function above(groupId) {
+  if (!embedded) return [{ label: "Rollouts", path: ["rollouts"] }];
+  return embeddedHash?.startsWith("#/groups/") ? [{ label: "Group", path: ["groups", groupId] }] : [];
+}
 
 /** A button with a menu; Esc and a click elsewhere close it. */
 export function Menu({ label, children }) {

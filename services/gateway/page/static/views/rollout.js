@@ -5,7 +5,7 @@ import {
   useEffect, useLive, useMemo, useRef, useState, words,
 } from "../ui.js";
 import { Conversation, Version } from "./conversation.js";
-import { CopyAs, SavePage, asPython, asRequest } from "./copies.js";
+import { CopyAs, SavePage, above, asPython, asRequest } from "./copies.js";
 import { Lanes } from "./lanes.js";
 import { Attempts, Outcome, ReceiptView } from "./outcome.js";
 import { readRollout } from "./record.js";
@@ -118,14 +118,14 @@ function Summary({ rollout, trajectory }) {
     ["reward", html`<${Reward} value=${rollout.reward} drop=${rollout.drop} />`],
     ["finish", rollout.finish_reason && words(rollout.finish_reason)],
     ["handler", html`${rollout.handler}${rollout.request.agent && html` <span class="tag">${rollout.request.agent.harness}</span>`}`],
-    ["group", rollout.request.n > 1 || rollout.group_id !== rollout.id ? html`<${Link} path=${["groups", rollout.group_id]}>${shortId(rollout.group_id)}<//> <span class="quiet">#${rollout.index}</span>` : null],
+    ["group", rollout.request.n > 1 || rollout.group_id !== rollout.id ? html`${above(rollout.group_id).length ? html`<${Link} path=${["groups", rollout.group_id]}>${shortId(rollout.group_id)}<//>` : shortId(rollout.group_id)} <span class="quiet">#${rollout.index}</span>` : null],
     ["attempt", `${rollout.attempt}${rollout.resumed ? `, taken over ${rollout.resumed}×` : ""}`],
     ["turns", trajectory && exact(trajectory.turns)],
     ["sampled", trajectory && html`${exact(trajectory.sampled)} <span class="quiet">of ${exact(trajectory.chains.reduce((sum, chain) => sum + chain.length, 0))}</span>`],
     ["versions", trajectory?.versions.length > 0 && html`<span class="versions">${trajectory.versions.slice(0, 8).map((version, at) => html`<span class="version"><${Version} at=${at} trajectory=${trajectory} /><span class="short">${version ?? "unknown"}</span></span>`)}${trajectory.versions.length > 8 && html`<span class="quiet">+${trajectory.versions.length - 8}</span>`}</span>`],
     ["took", html`<${Duration} from=${rollout.created_at} to=${rollout.finished_at} />`],
     ["submitted", html`<${Ago} at=${rollout.created_at} />`],
-    ["tags", rollout.request.tags?.length > 0 && rollout.request.tags.map((tag) => html`<${Link} class="tag" path=${["rollouts"]} query=${{ tag }}>${tag}<//>`)],
+    ["tags", rollout.request.tags?.length > 0 && rollout.request.tags.map((tag) => embedded ? html`<span class="tag">${tag}</span>` : html`<${Link} class="tag" path=${["rollouts"]} query=${{ tag }}>${tag}<//>`)],
   ];
   return html`<dl class="sum">${facts.filter(([, value]) => value).map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
 }
@@ -224,7 +224,7 @@ export function RolloutView({ params, query = {} }) {
     request: () => html`<${Request} request=${rollout.request} />`,
   };
   return html`<div class="rollout-view">
-    <${Head} title=${shortId(rollout.id)} status=${running && !embedded ? status : undefined} crumbs=${embedded ? [] : [{ label: "Rollouts", path: ["rollouts"] }]}>
+    <${Head} title=${shortId(rollout.id)} status=${running && !embedded ? status : undefined} crumbs=${above(rollout.group_id)}>
       <${CancelButton} rollout=${rollout} onDone=${reload} />
       <${CopyAs} rollout=${rollout} />
       <${SavePage} path=${`/v1/rollouts/${encodeURIComponent(rollout.id)}/page`} name=${rollout.id} />

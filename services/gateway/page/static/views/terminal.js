@@ -5,6 +5,9 @@ import { More, cut, useMore, visible } from "./words.js";
 
 const SEQUENCE = /\x1b(?:\[([0-?]*)([ -/]*)([@-~])|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[PX^_][^\x1b]*(?:\x1b\\)?|[ -/]*[0-~]?)/g;
 const MOST_SPANS = 5000;
+/** Share of a cut output that is its beginning; of a running one its end is looked at. */
+const HEAD = 0.7;
+const HEAD_RUNNING = 0.1;
 const palette = createColorPalette();
 
 /** A text in which only colours and line ends are left to obey. */
@@ -58,7 +61,7 @@ function paint(colour, side, words, style) {
 /** What a command has printed; `running` has it end in a cursor. */
 export function Terminal({ text, owner = null, name = "output", label = "output", running = false }) {
   const [size, more] = useMore(owner, name);
-  const { head, tail, hidden } = useMemo(() => cut(text, size.chars, size.lines, true), [text, size]);
+  const { head, tail, hidden } = useMemo(() => cut(text, size.chars, size.lines, running ? HEAD_RUNNING : HEAD), [text, size, running]);
   // A cut may fall into a sequence, of which the rest would be text.
   const broken = hidden > 0 && /\x1b\[[\d;]*$/.test(text.slice(Math.max(0, text.length - tail.length - 16), text.length - tail.length));
   const begin = useMemo(() => spans(head), [head]);

@@ -5,6 +5,7 @@ import { Strip } from "./strip.js";
 import { exact, fixed } from "./words.js";
 
 const MOST_HITS = 10_000;
+const MOST_NAMED = 12;
 const UNLIKELY = Math.log(0.01);
 
 /** Positions of what is looked for: a text, which may lie in several tokens, or `#` and an id. */
@@ -42,11 +43,12 @@ export function search(chain, vocabulary, wanted) {
 export function Legend({ versions, mode = "version" }) {
   return html`<ul class="legend" aria-label="legend">
     ${mode === "version"
-      ? versions.map(
+      ? versions.slice(0, MOST_NAMED).map(
           (version, at) =>
             html`<li><span class="swatch v${at % 8}">${letter(at)}</span><span class="short">${version ?? "no version"}</span></li>`,
         )
       : html`<li><span class="swatch heat"></span>unlikely (the bar below a token is its probability)</li>`}
+    ${versions.length > MOST_NAMED && mode === "version" && html`<li>and ${versions.length - MOST_NAMED} more</li>`}
     <li><span class="swatch given"></span>given: masked, no loss</li>
   </ul>`;
 }

@@ -3,7 +3,7 @@ import "../vendor/process.js";
 import { Virtualizer, observeWindowOffset, observeWindowRect, windowScroll } from "../vendor/virtual-core/index.js";
 import { html, useEffect, useLayoutEffect, useReducer, useRef, useState } from "../ui.js";
 
-const ABOVE = 108;
+const ABOVE = 64;
 /** Pixels at the page's top that stick, and may not cover what was scrolled to. */
 const NEAR_END = 120;
 const toEnd = () => window.scrollTo(0, document.documentElement.scrollHeight);

@@ -30,18 +30,13 @@ function edge(text, chars, lines, back) {
   return back ? Math.max(at + 1, text.length - chars) : Math.min(at, chars);
 }
 
-/** A text's beginning and, of output, its end: `{head, tail, hidden}` with the characters between them. */
-export function cut(text, chars, lines, withTail) {
-  if (text.length <= chars) {
-    const all = edge(text, chars, lines, false);
-    if (all >= text.length) return { head: text, tail: "", hidden: 0 };
-  }
-  const part = withTail ? 0.7 : 1;
-  const end = whole(text, edge(text, Math.floor(chars * part), Math.ceil(lines * part), false));
-  const begin = withTail
-    ? Math.max(end, whole(text, edge(text, Math.floor(chars * 0.3), Math.floor(lines * 0.3), true)))
-    : text.length;
-  return { head: text.slice(0, end), tail: text.slice(begin), hidden: begin - end };
+/** A text's beginning and its end, with the share of both that is the beginning's: `{head, tail, hidden}`. */
+export function cut(text, chars, lines, share = 1) {
+  if (text.length <= chars && edge(text, chars, lines, false) >= text.length) return { head: text, tail: "", hidden: 0 };
+  const end = whole(text, edge(text, Math.floor(chars * share), Math.ceil(lines * share), false));
+  const rest = 1 - share;
+  const begin = rest ? whole(text, edge(text, Math.floor(chars * rest), Math.floor(lines * rest), true)) : text.length;
+  return { head: text.slice(0, end), tail: text.slice(Math.max(end, begin)), hidden: Math.max(0, begin - end) };
 }
 
 /** Not in the middle of a surrogate pair. */
@@ -67,7 +62,7 @@ export function useMore(owner, name, lines = FIRST_LINES) {
 /** A text as it is, cut until more of it is asked for. */
 export function Words({ text, owner = null, name = "text", kind = "", lines }) {
   const [size, more] = useMore(owner, name, lines);
-  const { head, hidden } = cut(text, size.chars, size.lines, false);
+  const { head, hidden } = cut(text, size.chars, size.lines);
   return html`<div class="words ${kind}" dir="auto">
     ${visible(head)}${hidden > 0 && html`<${More} hidden=${hidden} text=${text} more=${size.chars < MOST_CHARS && more} name=${name} />`}
   </div>`;
@@ -98,6 +93,9 @@ export function exact(number) {
   return number == null ? "–" : Math.round(number).toLocaleString("en");
 }
 
+/** A number with so many decimals; a minus is a minus, and nothing below zero is not zero. */
 export function fixed(number, digits = 3) {
-  return number == null || Number.isNaN(number) ? "–" : number.toFixed(digits).replace("-", "−");
+  if (number == null || Number.isNaN(number)) return "–";
+  const text = number.toFixed(digits);
+  return Number(text) === 0 ? text.replace("-", "") : text.replace("-", "−");
 }
