@@ -21,6 +21,7 @@ from confine import confiner
 from errors import RequestError, ServerError
 from kernel import NO_PACKAGES
 from output import Capture
+from tape import TAPE
 
 READ_BYTES = 65536
 MAX_EVENT_BYTES = 16 * 1024 * 1024  # of one frame; the bridge belongs to the agent and could send anything
@@ -41,7 +42,7 @@ class KernelLife:
         self.python = python
         self._env = dict(env)
         self._lock = threading.Lock()
-        self._cell = None
+        self._cell = self._reel = None
         self._late = CellOutput(LATE_CHARS)
         self._startup = Capture(STARTUP_CHARS)
         self.ready = False
@@ -151,6 +152,7 @@ class KernelLife:
         with self._lock:
             late, self._late = self._late, CellOutput(LATE_CHARS)
             self._cell, self.done = CellOutput(max_chars), None
+            self._reel = TAPE.begin("ipython")
             self._number, self.used = number, True
         try:
             request = {"op": "run", "cell": number, "code": code, "max_chars": max_chars, "env": changed}
@@ -163,6 +165,7 @@ class KernelLife:
         """(output, truncated) of the current cell; what comes later is late."""
         with self._lock:
             cell, self._cell = self._cell, None
+            self._reel.end()
             return cell.text()
 
     def interrupt(self):
@@ -291,6 +294,9 @@ class KernelLife:
             # Once its end is known a cell prints nothing more, even if nobody has asked for the result yet.
             target = self._cell if current and self._cell is not None and self.done is None else self._late
             getattr(target, method)(*values)
+            if target is self._cell and method != "clear":
+                shown = values[0] if method == "stream" else (values[0] + "\n").encode("utf-8", "replace")
+                self._reel.add(shown)
 
     def _await_ends(self):
         kernel, bridge = self._processes

@@ -65,7 +65,7 @@ class Capture:
         # All that may begin a character lies in the last piece, or pieces of a byte or two make no difference
         # but a replacement character.
         last = self._tail[-1] if self._tail else bytes(self._head[-4:])
-        size = _partial_character_bytes(last[-3:])
+        size = partial_character_bytes(last[-3:])
         if size == 0:
             return b""
         if self._tail:
@@ -85,7 +85,8 @@ def _encode(text):
     return text.encode("utf-8", "surrogateescape")
 
 
-def _partial_character_bytes(data):
+def partial_character_bytes(data):
+    """Bytes at the end of `data` that begin a UTF-8 character whose rest is yet to come."""
     for size in range(1, len(data) + 1):
         first = data[-size]
         if first >= 0xC0:

@@ -20,6 +20,7 @@ from confine import confiner
 from errors import RequestError, ServerError
 from output import Capture, max_chars
 from repair import PRELOAD
+from tape import TAPE
 
 READ_BYTES = 65536
 TRUSTED_PYTHON = "@python"
@@ -142,6 +143,7 @@ class _Program:
         self._stdout = Capture(chars)
         self._stderr = self._stdout if merge else Capture(chars)
         self._outputs = dict(zip(self._output_fds, (self._stdout, self._stderr)))
+        self._reel = TAPE.begin("exec")
         with os.fdopen(failure[0], "rb") as file:
             reason = file.read()  # its end comes with the exec, which closes the other one
         self._not_started = reason.decode("utf-8", "replace") or None
@@ -166,6 +168,7 @@ class _Program:
             for fd in list(self._outputs):
                 self._read(fd, to_the_end=True)
         finally:
+            self._reel.end()
             self._close()
         _, status, usage = os.wait4(self._pid, 0)
         reset, limit_exceeded = fate()
@@ -235,6 +238,7 @@ class _Program:
             while True:
                 data = os.read(fd, READ_BYTES)
                 self._outputs[fd].add(data)
+                self._reel.add(data)
                 if not data:
                     return True
                 if not to_the_end:

@@ -25,6 +25,7 @@ from errors import RequestError, ServerError
 from ipython import IPython
 from ledger import Ledger
 from program import Programs
+from tape import TAPE
 from terminal import Terminal
 from tree import Trees
 
@@ -45,7 +46,7 @@ class Server:
         self._bridge = None
         terminal = Terminal(shell, ipython.while_all_end)
         self._ledger = Ledger()
-        self._add(self, self._ledger, terminal, ipython, programs, Trees(workspace))
+        self._add(self, self._ledger, terminal, ipython, programs, Trees(workspace), TAPE)
 
     def _add(self, *parts):
         """Answer what these parts can: NAME by their method `op_NAME(request, connection)`."""

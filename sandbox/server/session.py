@@ -15,6 +15,7 @@ import proc
 from bash import set_terminal
 from output import Capture, MarkerScanner
 from repair import write_private
+from tape import TAPE
 
 READ_BYTES = 65536
 READ_ROUNDS = 64  # then the caller looks at the clock
@@ -52,6 +53,7 @@ class Session:
         self.cwd = os.fsencode(cwd)
         self.capture = Capture(2)
         self.late = Capture(LATE_MAX_CHARS)
+        self._reel = None
         self.read_bytes = 0
         """All that was ever read; tells whether something was."""
         self._begin(": ")
@@ -64,7 +66,7 @@ class Session:
         os.kill(self.pid, signal.SIGCONT)  # a background job may have stopped it
         set_terminal(self.fd)
         self._drop_input()
-        self.capture = capture
+        self.capture, self._reel = capture, TAPE.begin("bash")
         self._begin(r"\builtin . " + self._command_file)
 
     def _begin(self, line):
@@ -142,6 +144,8 @@ class Session:
 
     def _keep(self, data):
         (self.capture if self._inside else self.late).add(data)
+        if self._inside and self._reel is not None:
+            self._reel.add(data)
 
     def _on_marker(self, kind, value):
         if kind == "begin":
@@ -152,6 +156,7 @@ class Session:
                 self.late = Capture(LATE_MAX_CHARS)
             self._inside = False
             self.ending = "marker"
+            self._end_reel()
             self._to_type = bytearray()
             self.exit_code = value[1]
             self._update_cwd(value[2])
@@ -166,6 +171,11 @@ class Session:
             self.exit_code = 128 + number if code is None else code
         self.ending = "exited"
         self._inside = False
+        self._end_reel()
+
+    def _end_reel(self):
+        if self._reel is not None:
+            self._reel.end()
 
     def _await_exit(self):
         """Wait a little for the end of the process. Returns whether it came."""
@@ -245,6 +255,7 @@ class Session:
     def kill(self):
         """End the process and close the terminal; background jobs get a hang-up."""
         self.ending = "exited"
+        self._end_reel()
         self.end_process()
         self._await_exit()
         self._process.fileobj.close()

@@ -102,6 +102,12 @@ RESULTS_TOTALS = "results:totals"
 """Hash: sums for /metrics (acknowledged, dropped, archived, webhook calls)."""
 EVENTS = "events"
 """Stream: every change of state (trimmed)."""
+WATCH_CHANNEL = "live"
+"""Pub/sub: somebody looks at rollouts in RUN; see the next."""
+watched = Key("live:watched:<rollout_id>")
+"""String: somebody looks at what the rollout's sandbox prints; expires unless it is said again."""
+live = Key("live:<rollout_id>")
+"""Pub/sub: what the sandbox of a rollout in RUN has printed (JSON), while it is watched."""
 CANCEL_CHANNEL = "rollouts:cancel"
 """Pub/sub: ids to cancel now, hundreds in a message. Lossy; the record's flag is what counts."""
 TOTALS = "rollouts:totals"

@@ -11,6 +11,7 @@ from workers.chores.batches import Batcher
 from workers.chores.memory import Memory
 from workers.chores.policy import Updater
 from workers.chores.reaper import Reaper
+from workers.chores.watch import Watch
 from workers.chores.webhooks import Deliverer
 
 CHORES: tuple[type[Chore], ...] = (
@@ -25,5 +26,6 @@ CHORES: tuple[type[Chore], ...] = (
     Archiver,
     Memory,
     LoopLag,
+    Watch,
 )
 """All there are. A worker does those that its stages and settings call for; see `Chore.is_for`."""

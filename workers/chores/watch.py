@@ -1,0 +1,99 @@
+"""Showing what the sandboxes of rollouts in RUN print, while somebody looks: gateways name whom they watch,
+and each worker looks into its own. It is all beside the rollout, which nothing of this can fail."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from rollout.schema import Stage
+from sandbox.errors import SandboxError, SandboxRequestError
+from sandbox.peek import Peek
+from services.state import keys
+from workers.chores.base import Chore
+from workers.services import WorkerServices
+
+LOOK_S = 0.1
+"""Between two looks into a sandbox."""
+WATCH_S = 12.0
+"""So long after the last word of a gateway that somebody looks."""
+ANSWER_S = 0.5
+"""For a sandbox to answer; the others wait meanwhile."""
+
+
+class Watched:
+    """A rollout that somebody looks at."""
+
+    def __init__(self, socket: str) -> None:
+        self.until = 0.0
+        self._socket = socket
+        self._peek: Peek | None = None
+
+    def look(self) -> list[dict]:
+        """What its sandbox has printed since the last look. One that cannot tell is looked at no more."""
+        try:
+            if self._socket and self._peek is None:
+                self._peek = Peek(self._socket, ANSWER_S)
+            return self._peek.look() if self._peek else []
+        except SandboxRequestError:
+            self._socket = ""  # it is of an earlier release
+        except (SandboxError, OSError):
+            self.until = 0.0
+        self.close()
+        return []
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._peek is not None:
+            self._peek.close()
+            self._peek = None
+
+
+class Watch(Chore):
+    """Publishes what is printed, for as long as a gateway asks."""
+
+    name = "watch"
+    interval_s = 3600.0
+    channel = keys.WATCH_CHANNEL
+
+    def __init__(self, services: WorkerServices) -> None:
+        super().__init__(services)
+        self._rung = False
+        self._watched: dict[tuple[str, int], Watched] = {}
+
+    @classmethod
+    def is_for(cls, services: WorkerServices) -> bool:
+        return services.serves(Stage.RUN)
+
+    def ring(self) -> None:
+        self._rung = True
+        super().ring()
+
+    def tick(self) -> float | None:
+        in_run = [place for place, held in list(self._services.held.items()) if held.stage is Stage.RUN]
+        now = time.monotonic()
+        if self._rung:
+            self._rung = False
+            self._hear(in_run, now + WATCH_S)
+        for place, watched in list(self._watched.items()):
+            for piece in watched.look():
+                self._services.redis.publish(keys.live(place[0]), json.dumps(piece))
+            if watched.until < now or place not in in_run:
+                watched.close()
+                del self._watched[place]
+        return LOOK_S if self._watched else None
+
+    def _hear(self, in_run: list[tuple[str, int]], until: float) -> None:
+        """Find out which of the rollouts in hand are watched."""
+        client = self._services.redis
+        wanted = client.mget([keys.watched(rollout_id) for rollout_id, _ in in_run]) if in_run else []
+        for place, word in zip(in_run, wanted, strict=True):
+            if word is not None and place not in self._watched:
+                box = client.hget(keys.record(place[0]), "sandbox")
+                self._watched[place] = Watched(json.loads(box)["socket"] if box else "")
+            if word is not None:
+                self._watched[place].until = until
+
+    def close(self) -> None:
+        for watched in self._watched.values():
+            watched.close()
