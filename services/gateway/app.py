@@ -13,7 +13,7 @@ from services.gateway import auth, door, problems, requests
 from services.gateway.answers import compress_answers
 from services.gateway.compat.app import register as register_compat
 from services.gateway.context import EXTENSION, Gateway
-from services.gateway.page import export, serving, session
+from services.gateway.page import export, live, serving, session
 from services.gateway.routes import (
     backends,
     batches,
@@ -34,7 +34,7 @@ from services.state.startup import StartCheck, UnfitRedis
 log = structlog.get_logger("gateway")
 
 ROUTES = (rollouts, batches, results, webhooks, backends, policy, fleet, reports, tokenizers, service)
-PAGE = (serving, session, export)
+PAGE = (serving, session, export, live)
 BLUEPRINTS = tuple(module.blueprint for module in (*ROUTES, *PAGE))
 
 

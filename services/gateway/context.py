@@ -6,6 +6,7 @@ from flask import current_app
 
 from services.dispatch import Dispatcher
 from services.gateway.auth import Guard
+from services.gateway.page.hub import Hub
 from services.gateway.tasks import TaskChecker
 from services.gateway.waiting import Places, WaitingRoom
 from services.queues import make_celery
@@ -79,6 +80,8 @@ class Gateway:
             ),
         )
         """Requests that wait for results, streams among them."""
+        self.live = Hub(self)
+        """Those who look at what happens."""
 
 
 def gateway() -> Gateway:

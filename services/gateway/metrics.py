@@ -199,6 +199,8 @@ gauge rollout_completions results_length
     Completions that a cursor can still read.
 gauge rollout_completion_streams streams
     Streams of results open at this gateway.
+gauge rollout_page_viewers viewers
+    Streams of `/v1/live` open at this gateway: pages that somebody looks at.
 gauge rollout_gateway_waiters waiters
     Requests that wait for completions at this gateway, streams included.
 counter rollout_results_acknowledged result.acknowledged
@@ -347,6 +349,7 @@ class Scrape:
         self.stored_bytes, self.results_length = gate.results.stored_bytes, gate.result_stream.length
         self.archive_lag = gate.result_stream.archive_lag
         self.streams, self.waiters = lambda: gate.streams.open, lambda: gate.waiting.open
+        self.viewers = lambda: gate.live.open
         self.alive = lambda: {stage: len(names) for stage, names in gate.fleet.alive().items()}
         self.release = lambda: {rollout.__version__: 1}
 

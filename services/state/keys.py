@@ -106,6 +106,8 @@ WATCH_CHANNEL = "live"
 """Pub/sub: somebody looks at rollouts in RUN; see the next."""
 watched = Key("live:watched:<rollout_id>")
 """String: somebody looks at what the rollout's sandbox prints; expires unless it is said again."""
+REPORTS_CHANNEL = "reports:new"
+"""Pub/sub: `<tenant> <run>` of a trainer's report that came."""
 live = Key("live:<rollout_id>")
 """Pub/sub: what the sandbox of a rollout in RUN has printed (JSON), while it is watched."""
 CANCEL_CHANNEL = "rollouts:cancel"

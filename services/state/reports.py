@@ -46,6 +46,7 @@ class ReportStore:
         text = report.model_dump_json(exclude_none=True).encode()
         self._room.require(len(text))
         self._do("put", text, tenant=tenant, run=request.run, step=request.step)
+        self._redis.publish(keys.REPORTS_CHANNEL, f"{tenant} {request.run}")
         return report
 
     def runs(self, tenant: str) -> list[ReportedRun]:

@@ -70,22 +70,25 @@ class Watch(Chore):
         super().ring()
 
     def tick(self) -> float | None:
-        in_run = [place for place, held in list(self._services.held.items()) if held.stage is Stage.RUN]
-        now = time.monotonic()
+        held, now = self._services.held, time.monotonic()
         if self._rung:
             self._rung = False
-            self._hear(in_run, now + WATCH_S)
+            self._hear(now + WATCH_S)
         for place, watched in list(self._watched.items()):
-            for piece in watched.look():
-                self._services.redis.publish(keys.live(place[0]), json.dumps(piece))
-            if watched.until < now or place not in in_run:
+            pieces = watched.look() if place in held else []
+            if watched.until < now or place not in held:
+                # What was read behind RUN's end may be of the scoring, and is nobody's to see.
                 watched.close()
                 del self._watched[place]
+                continue
+            for piece in pieces:
+                self._services.redis.publish(keys.live(place[0]), json.dumps(piece))
         return LOOK_S if self._watched else None
 
-    def _hear(self, in_run: list[tuple[str, int]], until: float) -> None:
+    def _hear(self, until: float) -> None:
         """Find out which of the rollouts in hand are watched."""
-        client = self._services.redis
+        client, in_hand = self._services.redis, list(self._services.held.items())
+        in_run = [place for place, held in in_hand if held.stage is Stage.RUN]
         wanted = client.mget([keys.watched(rollout_id) for rollout_id, _ in in_run]) if in_run else []
         for place, word in zip(in_run, wanted, strict=True):
             if word is not None and place not in self._watched:

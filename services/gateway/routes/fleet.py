@@ -10,7 +10,7 @@ from flask import Blueprint
 
 from rollout.schema import State
 from rollout.schema.fleet import Fleet, NodeLoad, StageLoad, WorkerLoad
-from services.gateway.context import gateway
+from services.gateway.context import Gateway, gateway
 from services.gateway.http import operation
 from services.queues import EVAL, INIT, RUN, STAGES
 from services.state.fleet import NodeAdmission
@@ -23,7 +23,11 @@ blueprint = Blueprint("fleet", __name__, url_prefix="/v1")
 @operation()
 def fleet() -> Fleet:
     """Workers, nodes and stages of the whole service, with what they carry."""
-    gate = gateway()
+    return current(gateway())
+
+
+def current(gate: Gateway) -> Fleet:
+    """The fleet as it is now."""
     workers, totals = gate.fleet.workers(), gate.rollouts.totals()
     ages, states = gate.observations.ages(), gate.rollouts.counts()
     ended = stage_totals(gate.observations.histograms())

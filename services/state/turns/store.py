@@ -23,6 +23,6 @@ class TurnStore:
         return self._do, request("append", *entries, rollout=rollout_id, attempt=attempt, fence=fence, at=at)
 
 
-def read(client: redis.Redis, rollout_id: str, attempt: int) -> Any:
-    """All entries of an attempt, the first one first; in a pipeline the promise of them."""
-    return client.execute_command("LRANGE", keys.turns(rollout_id, attempt), 0, -1, **{NEVER_DECODE: True})
+def read(client: redis.Redis, rollout_id: str, attempt: int, at: int = 0) -> Any:
+    """Entries of an attempt from the `at`-th on, in order; in a pipeline the promise of them."""
+    return client.execute_command("LRANGE", keys.turns(rollout_id, attempt), at, -1, **{NEVER_DECODE: True})

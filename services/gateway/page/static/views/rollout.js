@@ -80,14 +80,15 @@ function useRollout(id) {
 }
 
 /** The output of a command with a further piece of it. */
-export function heard(before, { operation, kind, offset, text, skipped, running }) {
-  const same = before?.operation === operation;
-  let all = same ? before.text : "";
-  const end = same ? before.end : 0;
-  if (offset > end) all += `\n⟨${exact(offset - end)} characters were not shown⟩\n`;
-  all += offset < end ? text.slice(end - offset) : text;
+export function heard(before, { operation, kind, offset, end, text, skipped, running }) {
+  // After another connection it comes once more from as far back as it is kept; offsets are of bytes.
+  const goesOn = before?.operation === operation && offset >= before.end;
+  let all = goesOn ? before.text : "";
+  const missing = offset - (goesOn ? before.end : 0);
+  if (missing > 0) all += `\n⟨${exact(missing)} bytes were not shown⟩\n`;
+  all += text;
   if (all.length > MOST_OUTPUT) all = `⟨its beginning is not shown⟩\n${all.slice(-MOST_OUTPUT / 2)}`;
-  return { operation, kind, running, skipped, text: all, end: Math.max(end, offset + text.length) };
+  return { operation, kind, running, skipped, text: all, end };
 }
 
 function CancelButton({ rollout, onDone }) {

@@ -1,0 +1,91 @@
+"""`GET /v1/live`: what happens, as it happens, for a page that somebody looks at."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Annotated, Literal, get_args
+
+import redis
+from flask import Blueprint, Response
+
+from services.gateway.auth import Caller, caller, holder
+from services.gateway.context import Gateway, gateway
+from services.gateway.http import STRING, Tenant, operation, query
+from services.gateway.page.hub import Interest, Viewer
+from services.gateway.problems import ApiProblem, invalid
+from services.gateway.waiting import Waiter, waiter
+from services.state.redis import is_away
+
+blueprint = Blueprint("live", __name__, url_prefix="/v1")
+
+Topic = Literal["overview", "batches", "reports"]
+MOST_IDS = 200
+
+
+@blueprint.get("/live")
+@operation(404, 429, answers={200: STRING}, media="text/event-stream")
+def live(
+    topics: Annotated[str, query("Of overview, batches and reports, with commas.", "")],
+    rollout: Annotated[str | None, query("A rollout to be followed.")],
+    ids: Annotated[str, query(f"Rollouts whose states are followed, with commas; at most {MOST_IDS}.", "")],
+    tenant: Tenant,
+) -> Response:
+    """What happens, as server-sent events without end; each begins with how it is now."""
+    gate, mine, who = gateway(), waiter(), holder()
+    viewer = Viewer(mine, Interest(tenant, _topics(topics), rollout, _ids(ids)))
+    if not (viewer.interest.topics or rollout or viewer.interest.ids):
+        raise invalid("topics", "name what to follow: `topics`, `rollout` or `ids`")
+    if rollout is not None and gate.rollouts.state(rollout, tenant) is None:
+        detail = f"there is no rollout {rollout!r} that can be read; it may be past its retention"
+        raise ApiProblem(404, "No such rollout", detail)
+    gate.streams.take(who)
+    mine.streams = True
+    gate.live.enter(viewer)
+    response = Response(_events(gate, caller(), viewer), content_type="text/event-stream")
+    # A proxy must not collect the events into larger pieces.
+    response.headers.update({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+    # Not in the generator: one that was never begun runs no `finally`.
+    response.call_on_close(partial(gate.streams.free, who))
+    response.call_on_close(partial(gate.live.leave, viewer))
+    return response
+
+
+def _topics(text: str) -> frozenset[str]:
+    topics, known = frozenset(filter(None, text.split(","))), get_args(Topic)
+    if unknown := sorted(topics.difference(known)):
+        raise invalid("topics", f"{unknown[0]!r} is none; there are: {', '.join(known)}")
+    return topics
+
+
+def _ids(text: str) -> frozenset[str]:
+    ids = frozenset(filter(None, text.split(",")))
+    if len(ids) > MOST_IDS:
+        raise invalid("ids", f"{len(ids)} are more than {MOST_IDS}; name those that are shown")
+    return ids
+
+
+def _events(gate: Gateway, reader: Caller, viewer: Viewer) -> Iterator[bytes | Waiter]:
+    """What is new, whenever something is; and a comment where nothing happens for long."""
+    mine = viewer.waiter
+    beat_s = gate.settings.sse_heartbeat_s
+    yield b": live\n\n"
+    pause_s = 0.0  # first to where streams go on: it is not for this thread to send
+    while not mine.over:
+        mine.deadline = time.monotonic() + pause_s
+        if mine.parks:
+            yield mine
+        elif pause_s:
+            mine.pause()
+        mine.rearm()
+        try:
+            if not gate.guard.holds(reader):  # its key was revoked, say
+                return
+        except redis.RedisError as error:
+            if not is_away(error):
+                raise
+        said = gate.live.take(viewer)
+        if said or time.monotonic() >= mine.deadline:
+            yield said or b": nothing new\n\n"
+        pause_s = beat_s
