@@ -21,7 +21,7 @@ from tests.helpers import page_policy, page_records
 from tests.helpers.fake_engine import fake_engine
 from tests.helpers.keys import KEY, http
 from tests.helpers.page_policy import bash, use
-from tests.helpers.sandboxes import leftovers, stop_host
+from tests.helpers.sandboxes import stop_host
 from tests.helpers.stack import Stack, wait_until
 from workers.agent.replay import Action
 
@@ -92,8 +92,6 @@ def page_stack(directory: Path, env: dict[str, str] | None = None) -> Iterator[t
                 Stack(directory, Path(sandbox_dir), env) as stack,
             ):
                 yield stack, plans, engine
-                stack.client.cancel_many(tag="page")
-                wait_until(lambda: leftovers(stack.sandbox_dir) == [], 120, "all sandboxes to be gone")
         finally:
             # Playwright has a loop in this thread, in which no other may run.
             with ThreadPoolExecutor(1) as thread:

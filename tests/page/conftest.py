@@ -10,6 +10,8 @@ import pytest
 from tests.helpers.browser import PATIENCE_MS, WIDE, Witness, browser_missing, chromium, sign_in
 from tests.helpers.keys import KEY
 from tests.helpers.page_world import PageWorld, page_world
+from tests.helpers.sandboxes import leftovers
+from tests.helpers.stack import wait_until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
@@ -33,6 +35,8 @@ def browser() -> Iterator[Browser]:
 def service(tmp_path_factory, browser) -> Iterator[PageWorld]:
     with page_world(tmp_path_factory.mktemp("page")) as world:
         yield world
+        world.client.cancel_many(tag="page")
+        wait_until(lambda: leftovers(world.stack.sandbox_dir) == [], 120, "all sandboxes to be gone")
 
 
 @pytest.fixture
