@@ -34,6 +34,8 @@ MAX_HEADER = 200
 """Characters of an Authorization header worth looking at; a key has 81."""
 WORKING = ("active", "replaced")
 """States of a key that is accepted."""
+MAX_SESSIONS = 10_000
+"""Sessions of which a process remembers that they last."""
 ALL_TENANTS = "*"
 LOG_IN = "log in again at /"
 ENTER = "enter an API key, rlt_…, as `rollout keys create` shows it"
@@ -59,6 +61,8 @@ class Guard:
     def __init__(self, store: KeyStore, sessions: SessionStore) -> None:
         self._store, self._sessions = store, sessions
         self._cached: tuple[float, Access] | None = None
+        self._lasted: dict[str, float] = {}
+        """When sessions with a stream were asked for last, by digest."""
 
     def access(self) -> Access:
         """Keys and tenants, not older than `CACHE_S`.
@@ -142,7 +146,18 @@ class Guard:
         """
         key, session = self.access().keys.get(caller.key.id), caller.session
         works = key is not None and key.state(time.time()) in WORKING
-        return works and (session is None or self._sessions.lasts(session))
+        return works and (session is None or self._lasts(session))
+
+    def _lasts(self, session: Session) -> bool:
+        """Whether a session is not over, or was not `CACHE_S` ago: a stream asks at each event."""
+        asked = time.monotonic()
+        if asked - self._lasted.get(session.digest, float("-inf")) < CACHE_S:
+            return True
+        if lasts := self._sessions.lasts(session):
+            if len(self._lasted) >= MAX_SESSIONS:
+                self._lasted.clear()
+            self._lasted[session.digest] = asked
+        return lasts
 
 
 def cookie_name() -> str:

@@ -19,7 +19,7 @@ from services.state import keys
 from services.state.api_keys import ApiKey
 
 LIFETIME_S = 12 * 3600
-MOST = 100
+MOST = 1000
 """Sessions of a key; the oldest gives way to one more."""
 
 
