@@ -20,8 +20,8 @@ _GIVEN_ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 """A caller's own id is taken over if it cannot break a line or a header."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 """Methods with series of their own: a caller may name any, and without a key."""
-_ROUTINE = frozenset({"service.health", "service.ready", "service.prometheus"})
-"""Asked every few seconds by machines: a line each would hide the others."""
+_ROUTINE = frozenset({"service.health", "service.ready", "service.prometheus", "page.asset"})
+"""Asked every few seconds by machines, or dozens at once by the page: a line each would hide the others."""
 
 
 def register(app: Flask) -> None:

@@ -140,6 +140,19 @@ def test_reports_are_forgotten_when_nothing_was_said_for_long(world, monkeypatch
     assert not world.redis.exists(keys.reports("a", "default"))
 
 
+def test_a_redis_that_gets_full_takes_no_reports(world):
+    world.key("a")
+    put(world, 1)
+    world.redis.config_set("maxmemory", "1mb")
+    try:
+        world.gate.reports = ReportStore(world.redis)  # which has not looked yet
+        answer = put(world, 2)
+    finally:
+        world.redis.config_set("maxmemory", "0")
+    assert answer.status_code == 503 and answer.headers["Retry-After"]
+    assert steps(world) == [1]
+
+
 def test_the_client_reports_and_leaves_out_what_is_no_number(world):
     text = world.key("a")
     server = make_server("127.0.0.1", 0, world.app, threaded=True)
