@@ -150,7 +150,7 @@ class AsyncService(Gateway):
 
         Args:
             metrics: Numbers by name, at most 64: `reward`, `logprob_gap`, `staleness`, … Those that are None,
-                NaN or infinite are left out; the chart has a gap there.
+                NaN or infinite are left out.
             policy_version: The weights after the step.
         """
         numbers = {name: float(value) for name, value in metrics.items() if value is not None}
