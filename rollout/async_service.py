@@ -23,7 +23,6 @@ from rollout.schema import (
     PolicyUpdate,
     Report,
     ReportRequest,
-    RunReports,
 )
 
 
@@ -162,7 +161,8 @@ class AsyncService(Gateway):
     async def reports(self, run: str = "default", limit: int | None = None) -> list[Report]:
         """The steps of a run that were reported, in their order."""
         path = f"/v1/reports/{quote(run, safe='')}"
-        return (await self.fetch(RunReports, "GET", path, params=present(limit=limit))).reports
+        answer = await self.fetch_json("GET", path, params=present(limit=limit))
+        return [Report.model_validate(entry) for entry in answer["reports"]]
 
     # ------------------------------------------------------------------------------ the service
 

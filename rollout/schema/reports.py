@@ -32,26 +32,3 @@ class Report(BaseModel):
     """Seconds since the epoch."""
     metrics: dict[str, float]
     policy_version: str | None = None
-
-
-class ReportedRun(BaseModel):
-    """A training run that somebody reports of."""
-
-    run: str
-    reports: int
-    """Steps that are kept."""
-    updated_at: float
-    last: Report | None = None
-
-
-class ReportedRuns(BaseModel):
-    """The runs of a tenant, the one reported of last first."""
-
-    runs: list[ReportedRun]
-
-
-class RunReports(BaseModel):
-    """The latest steps of a run, in their order."""
-
-    run: str
-    reports: list[Report]

@@ -23,7 +23,6 @@ from services.gateway.routes import (
     results,
     rollouts,
     service,
-    tokenizers,
     webhooks,
 )
 from services.settings import Settings
@@ -33,7 +32,7 @@ from services.state.startup import StartCheck, UnfitRedis
 
 log = structlog.get_logger("gateway")
 
-ROUTES = (rollouts, batches, results, webhooks, backends, policy, fleet, reports, tokenizers, service)
+ROUTES = (rollouts, batches, results, webhooks, backends, policy, fleet, reports, service)
 PAGE = (serving, session, export, live)
 BLUEPRINTS = tuple(module.blueprint for module in (*ROUTES, *PAGE))
 

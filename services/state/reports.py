@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import redis
+from typing import Any
 
-from rollout.schema import Report, ReportedRun, ReportRequest
+import redis
+from pydantic_core import from_json
+
+from rollout.schema import Report, ReportRequest
 from services.state import keys
 from services.state.memory import Room
 from services.state.redis import now
@@ -41,32 +44,27 @@ class ReportStore:
         Raises:
             StoreFull: Redis has no room for it.
         """
-        fields = {"step": request.step, "metrics": request.metrics, "policy_version": request.policy_version}
-        report = Report(at=now(self._redis), **fields)
-        text = report.model_dump_json(exclude_none=True).encode()
+        report = Report(at=now(self._redis), **request.model_dump(exclude={"run"}))
+        text = report.model_dump_json().encode()
         self._room.require(len(text))
         self._do("put", text, tenant=tenant, run=request.run, step=request.step)
         self._redis.publish(keys.REPORTS_CHANNEL, f"{tenant} {request.run}")
         return report
 
-    def runs(self, tenant: str) -> list[ReportedRun]:
-        """The tenant's runs, the one reported of last first."""
+    def runs(self, tenant: str) -> list[dict[str, Any]]:
+        """The tenant's runs, the one reported of last first: how many steps are kept, and the last one."""
         runs = self._redis.zrange(keys.reports_of(tenant), 0, -1, desc=True, withscores=True)
         with self._redis.pipeline(transaction=False) as pipe:
             for run, _ in runs:
                 pipe.zcard(keys.reports(tenant, run))
                 pipe.zrange(keys.reports(tenant, run), -1, -1)
-            counts = pipe.execute()
+            kept = pipe.execute()
         return [
-            ReportedRun(run=run, reports=count, updated_at=at / 1000, last=_read(last)[0])
-            for (run, at), count, last in zip(runs, counts[::2], counts[1::2], strict=True)
+            {"run": run, "reports": count, "updated_at": at / 1000, "last": from_json(last[0])}
+            for (run, at), count, last in zip(runs, kept[::2], kept[1::2], strict=True)
             if last
         ]
 
-    def reports(self, tenant: str, run: str, limit: int) -> list[Report]:
-        """The latest so many steps of a run, in their order; none where there is no such run."""
-        return _read(self._redis.zrange(keys.reports(tenant, run), -limit, -1))
-
-
-def _read(stored: list[str]) -> list[Report]:
-    return [Report.model_validate_json(text) for text in stored]
+    def reports(self, tenant: str, run: str, limit: int) -> list[str]:
+        """The latest so many steps of a run (JSON), in their order; none where there is no such run."""
+        return self._redis.zrange(keys.reports(tenant, run), -limit, -1)

@@ -30,7 +30,8 @@ from services.gateway.http import JSON, STRING, Tenant, operation
 from services.gateway.page import serving
 from services.gateway.problems import ApiProblem, invalid
 from services.gateway.routes.rollouts import read
-from services.gateway.routes.tokenizers import stored_texts
+from services.state import keys
+from services.state.rollouts import payloads
 
 blueprint = Blueprint("export", __name__, url_prefix="/v1")
 
@@ -123,7 +124,7 @@ def _answers(view: str, bodies: Mapping[str, Body], client: redis.Redis) -> Iter
             for tokenizer, ids in _tokens(body):
                 used.setdefault((tokenizer or "").rpartition("@")[2], set()).update(ids)
     for digest, ids in used.items():
-        if (stored := stored_texts(client, digest)) is not None:
+        if (stored := payloads.get(client, keys.vocabulary(digest))) is not None:
             every = from_json(gzip.decompress(stored))["texts"]
             # A vocabulary has a hundred thousand of them, and more.
             texts = {token: every[token] for token in sorted(ids) if token < len(every)}
@@ -168,10 +169,7 @@ def modules() -> dict[str, str]:
 
 
 def _text(path: str) -> str:
-    found = serving.file(path)
-    if found is None:
-        raise LookupError(f"the page has no file {path!r}")
-    return found.body.decode()
+    return (serving.STATIC / path).read_text()
 
 
 def _hash(text: str) -> str:

@@ -7,31 +7,23 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import re
-from dataclasses import dataclass
+import mimetypes
 from functools import lru_cache
 from pathlib import Path
 
 from flask import Blueprint, Response, current_app, request
+from werkzeug.exceptions import NotFound
+from werkzeug.security import safe_join
 
 from services.gateway.http import JSON, STRING, operation
-from services.gateway.problems import ApiProblem
 
 blueprint = Blueprint("page", __name__)
 
 STATIC = Path(__file__).with_name("static")
 INDEX = "index.html"
 HTML = "text/html"
-TYPES = {
-    ".css": "text/css",
-    ".html": HTML,
-    ".js": "text/javascript",
-    ".svg": "image/svg+xml",
-    ".txt": "text/plain",
-}
-"""Of files that are served; what else lies there is not."""
-NAME = re.compile(r"(?:[\w-]+/)*[\w-][\w.-]*(\.\w+)", re.ASCII)
-"""A path below `static/`; no part of it begins with a dot."""
+SCRIPT = "text/javascript"
+"""What machines do not agree on; they do on other types."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -47,30 +39,11 @@ HEADERS = {
 }
 
 
-@dataclass(frozen=True)
-class File:
-    """A file of the page."""
-
-    body: bytes
-    packed: bytes
-    """By gzip."""
-    etag: str
-
-
 @lru_cache(maxsize=256)
-def _read(path: Path, changed_ns: int) -> File:
-    """A file as it was at that time of change."""
+def _read(path: Path, changed_ns: int) -> tuple[bytes, bytes, str]:
+    """A file as it was at that time of change: its bytes, the same by gzip, and their tag."""
     body = path.read_bytes()
-    return File(body, gzip.compress(body, mtime=0), hashlib.sha256(body).hexdigest()[:32])
-
-
-def file(name: str) -> File | None:
-    """The file of that path below `static/`; None = there is none that is served."""
-    parts = NAME.fullmatch(name)
-    path = STATIC / name
-    if parts is None or parts[1] not in TYPES or not path.is_file():
-        return None
-    return _read(path, path.stat().st_mtime_ns)
+    return body, gzip.compress(body, mtime=0), hashlib.sha256(body).hexdigest()[:32]
 
 
 def wanted() -> bool:
@@ -83,17 +56,18 @@ def send(name: str) -> Response:
     """A file as the answer to the request under way, or a 304 to who has it.
 
     Raises:
-        ApiProblem: 404; there is no such file.
+        NotFound: There is no such file.
     """
-    found = file(name)
-    if found is None:
-        raise ApiProblem(404, "No such file", "the page has no file of that name; it begins at /")
-    packs = request.accept_encodings.quality("gzip") > 0
-    kind = f"{TYPES[Path(name).suffix]}; charset=utf-8"
-    response = Response(found.packed if packs else found.body, headers=HEADERS, content_type=kind)
-    if packs:
-        response.headers["Content-Encoding"] = "gzip"
-    response.set_etag(f"{found.etag}-gzip" if packs else found.etag)
+    path = Path(safe_join(str(STATIC), name) or "")
+    if not path.is_file():
+        raise NotFound("the page has no file of that name; it begins at /")
+    body, packed, etag = _read(path, path.stat().st_mtime_ns)
+    kind = SCRIPT if path.suffix == ".js" else mimetypes.guess_type(path)[0] or "text/plain"
+    response = Response(body, headers=HEADERS, mimetype=kind)
+    if request.accept_encodings.quality("gzip") > 0:
+        response.set_data(packed)
+        response.headers["Content-Encoding"], etag = "gzip", f"{etag}-gzip"
+    response.set_etag(etag)
     response.vary.add("Accept-Encoding")
     return response.make_conditional(request)
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from flask import Blueprint, Response, request
-from pydantic import BaseModel, Field
+from flask import Blueprint, Response, jsonify, request
+from pydantic import Field
 
 from rollout.schema.base import Strict
-from services.gateway.auth import MAX_HEADER, caller, cookie_name
+from services.gateway.auth import MAX_HEADER, Caller, caller, cookie_name
 from services.gateway.context import gateway
-from services.gateway.http import operation, reply
+from services.gateway.http import operation
 from services.gateway.problems import ApiProblem
-from services.state.api_keys import ApiKey, Scope
-from services.state.sessions import LIFETIME_S
+from services.state.api_keys import Scope
+from services.state.sessions import LIFETIME_S, Session
 
 blueprint = Blueprint("session", __name__, url_prefix="/v1")
 
@@ -25,35 +25,21 @@ class SessionRequest(Strict):
     """The text of an API key."""
 
 
-class SessionInfo(BaseModel):
-    """Whom the caller is taken for."""
-
-    tenant: str
-    scopes: list[Scope]
-    expires_at: float | None = None
-    """When the session, or the key that the call came with, ends; None = the key does not expire."""
-
-
-class NewSession(SessionInfo):
-    """A session that has begun; its token is in the answer's cookie."""
-
-    proof: str
-    """To be sent as `X-Rollout-Session` with each call, beside the cookie."""
-
-
-def _fields(key: ApiKey, expires_at: float | None) -> dict[str, object]:
-    return {"tenant": key.tenant, "scopes": sorted(key.scopes), "expires_at": expires_at}
+def _shown(me: Caller, session: Session | None) -> dict[str, Any]:
+    """Whose a call is, and when what it comes with ends; None = a key that does not expire."""
+    ends = session.expires_at if session else me.key.expires_at
+    return {"tenant": me.tenant.name, "scopes": sorted(me.key.scopes), "expires_at": ends}
 
 
 @blueprint.post("/session")
-@operation(401, 403, 503, scope=None, answers={200: NewSession})
+@operation(401, 403, 503, scope=None)
 def begin(body: SessionRequest) -> Response:
     """Begin a session with an API key, for the web page."""
     gate = gateway()
     gate.start.require()
-    key = gate.guard.identify(Scope.READ, body.key.strip()).key
-    session, token, proof = gate.sessions.create(key)
-    response = reply(NewSession(**_fields(key, session.expires_at), proof=proof))
+    me = gate.guard.identify(Scope.READ, body.key.strip())
+    session, token, proof = gate.sessions.create(me.key)
+    response = jsonify(_shown(me, session) | {"proof": proof})
     response.set_cookie(
         cookie_name(), token, LIFETIME_S, secure=request.is_secure, httponly=True, samesite="Strict"
     )
@@ -63,10 +49,9 @@ def begin(body: SessionRequest) -> Response:
 
 @blueprint.get("/session")
 @operation()
-def show() -> SessionInfo:
+def show() -> dict[str, Any]:
     """Whose the session or the key is that the call comes with, and until when."""
-    me = caller()
-    return SessionInfo(**_fields(me.key, me.session.expires_at if me.session else me.key.expires_at))
+    return _shown(caller(), caller().session)
 
 
 @blueprint.delete("/session")

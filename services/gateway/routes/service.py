@@ -1,7 +1,8 @@
-"""`/`, `/v1/handlers`, `/v1/status`, `/health`, `/ready`, `/metrics`, `/openapi.json`."""
+"""`/`, `/v1/handlers`, `/v1/tokenizers`, `/v1/status`, `/health`, `/ready`, `/metrics`, `/openapi.json`."""
 
 from __future__ import annotations
 
+import gzip
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import redis
 import structlog
-from flask import Blueprint, Response, current_app, jsonify
+from flask import Blueprint, Response, current_app, jsonify, request
 from pydantic import BaseModel
 
 import rollout
@@ -18,10 +19,13 @@ from services import flower
 from services.gateway import metrics, openapi
 from services.gateway.auth import caller
 from services.gateway.context import gateway
-from services.gateway.http import OBJECT, STRING, operation
+from services.gateway.http import JSON, OBJECT, STRING, operation
 from services.gateway.page import serving
+from services.gateway.problems import ApiProblem
 from services.queues import STAGES
+from services.state import keys
 from services.state.api_keys import Scope
+from services.state.rollouts import payloads
 from services.state.startup import UnfitRedis
 
 log = structlog.get_logger("gateway")
@@ -49,6 +53,26 @@ def handlers() -> HandlerList:
     known = gateway().tasks.handlers(fresh=True).values()
     may_use = caller().tenant.may_use
     return HandlerList(handlers=[info for info in known if may_use("handlers", info.name)])
+
+
+@blueprint.get("/v1/tokenizers/<digest>")
+@operation()
+def texts(digest: str) -> Response:
+    """Texts of token ids, for the tokenizer with whose digest `Trajectory.tokenizer` ends."""
+    packed = payloads.get(gateway().redis, keys.vocabulary(digest))
+    if packed is None:
+        detail = (
+            f"the texts of tokenizer {digest!r} are not here: a RUN worker writes them when it loads the "
+            "tokenizer, and ids mean the same without"
+        )
+        raise ApiProblem(404, "No such tokenizer", detail)
+    takes = request.accept_encodings.quality("gzip") > 0
+    response = Response(packed if takes else gzip.decompress(packed), content_type=JSON)
+    if takes:
+        response.headers["Content-Encoding"] = "gzip"
+    response.vary.add("Accept-Encoding")
+    response.headers["Cache-Control"] = "private, max-age=31536000, immutable"
+    return response
 
 
 @blueprint.get("/v1/status")
