@@ -113,6 +113,9 @@ function Message({ item, trajectory, chain, onTokens, found }) {
   const { message, role } = item;
   const text = message ? textOf(message) : "";
   const output = role === "tool";
+  useEffect(() => {
+    if (found) mark(found);
+  });
   return html`<article class="msg msg-${role} ${found ? "msg-found" : ""} ${item.unread ? "msg-unread" : ""}" aria-label=${`${role} message`}>
     <header>
       <span class="msg-role">${role}</span>
@@ -203,7 +206,7 @@ export function Conversation({ trajectory, chain, length, output, state, running
     setAt(next);
     handle.current(found[next]);
   };
-  useEffect(() => mark(needle));
+  useEffect(() => mark(null), [needle, at]);
   useEffect(() => {
     const key = (event) => {
       const step = { j: 1, k: -1 }[event.key];
@@ -228,6 +231,6 @@ export function Conversation({ trajectory, chain, length, output, state, running
       render=${(item, place) =>
         item.live
           ? html`<${Now} output=${output} state=${state} />`
-          : html`<${Message} item=${item} trajectory=${trajectory} chain=${chain} onTokens=${onTokens} found=${found[at] === place && needle} />`} />
+          : html`<${Message} item=${item} trajectory=${trajectory} chain=${chain} onTokens=${onTokens} found=${found[at] === place ? needle : null} />`} />
   </section>`;
 }

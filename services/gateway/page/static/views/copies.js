@@ -3,16 +3,11 @@ import { embedded, embeddedHash, getBytes, hashOf } from "../api.js";
 import { Copy, Icon, html, shortId, useEffect, useRef, useState } from "../ui.js";
 import { save } from "./words.js";
 
-/** A request without what it leaves to the defaults' nothing, and without its id, which would name this rollout. */
+/** A request to submit again: without its id, which names this rollout, and without fields that are not set. */
 function again(request) {
   const { id, ...rest } = request;
-  return pruned(rest);
-}
-
-function pruned(value) {
-  if (value === null || typeof value !== "object" || Array.isArray(value)) return value;
-  const kept = Object.entries(value).filter(([, each]) => each !== null && !(typeof each === "object" && !Object.keys(each).length));
-  return Object.fromEntries(kept.map(([name, each]) => [name, name === "task" || name === "metadata" ? each : pruned(each)]));
+  const isSet = (value) => value !== null && !(typeof value === "object" && !Object.keys(value).length);
+  return Object.fromEntries(Object.entries(rest).filter(([, value]) => isSet(value)));
 }
 
 /** A JSON value as Python writes it. */

@@ -42,7 +42,10 @@ export function spread(rollouts) {
 function Rewards({ rollouts }) {
   const { rewards, mean, deviation, uniform } = spread(rollouts);
   const ended = rollouts.filter((each) => each.finished_at).length;
-  if (!rewards.length) return html`<p class="quiet">No reward yet: ${ended} of ${rollouts.length} have ended.</p>`;
+  if (!rewards.length) {
+    const dropped = rollouts.filter((each) => each.drop).length;
+    return html`<p class="quiet">None has a reward: ${ended} of ${rollouts.length} have ended${dropped > 0 && `, ${dropped} were dropped`}.</p>`;
+  }
   const [least, most] = [Math.min(0, ...rewards), Math.max(1, ...rewards)];
   const counts = new Array(BUCKETS).fill(0);
   for (const each of rewards) counts[Math.min(BUCKETS - 1, Math.floor(((each - least) / (most - least)) * BUCKETS))] += 1;
@@ -73,7 +76,7 @@ function Siblings({ rollouts, loaded, shared, picked, onPick, reference }) {
         <td><${Link} path=${["rollouts", each.id]}>#${each.index}<//></td>
         <td><${StateMark} state=${each.state} /></td><td><${Reward} value=${each.reward} drop=${each.drop} /></td>
         <td class="right num">${each.drop || each.reward == null ? "–" : deviation ? `${each.reward > mean ? "+" : ""}${fixed((each.reward - mean) / deviation, 2)}` : "0"}</td>
-        <td>${each.finish_reason ? words(each.finish_reason) : "–"}</td>
+        <td>${each.drop && each.drop_reason ? each.drop_reason : each.finish_reason ? words(each.finish_reason) : "–"}</td>
         <td class="right num">${each.metrics?.turns != null ? exact(each.metrics.turns) : has?.trajectory ? exact(has.trajectory.turns) : "–"}</td>
         <td class="right num">${each.metrics?.sampled_tokens != null ? exact(each.metrics.sampled_tokens) : has?.trajectory ? exact(has.trajectory.sampled) : "–"}</td>
         <td>${has?.trajectory ? html`<span class="versions">${has.trajectory.versions.map((_, at) => html`<${Version} at=${at} trajectory=${has.trajectory} />`)}</span>` : each.policy_versions.join(", ") || "–"}</td>
