@@ -79,16 +79,12 @@ function useRollout(id) {
   return { data, error, status, output, reload: load };
 }
 
-/** The output of a command with a further piece of it. */
+/** The output of a command with a further piece of it, which begins behind what is known or, after a cut, anew. */
 export function heard(before, { operation, kind, offset, end, text, skipped, running }) {
-  // After another connection it comes once more from as far back as it is kept; offsets are of bytes.
-  const goesOn = before?.operation === operation && offset >= before.end;
-  let all = goesOn ? before.text : "";
-  const missing = offset - (goesOn ? before.end : 0);
-  if (missing > 0) all += `\n⟨${exact(missing)} bytes were not shown⟩\n`;
-  all += text;
-  if (all.length > MOST_OUTPUT) all = `⟨its beginning is not shown⟩\n${all.slice(-MOST_OUTPUT / 2)}`;
-  return { operation, kind, running, skipped, text: all, end };
+  const known = before?.operation === operation && offset >= before.end ? before.text : "";
+  const gap = skipped > 0 ? `⟨${exact(skipped)} bytes are not shown⟩\n` : "";
+  const all = known + gap + text;
+  return { operation, kind, running, end, text: all.length > MOST_OUTPUT ? `⟨its beginning is not shown⟩\n${all.slice(-MOST_OUTPUT / 2)}` : all };
 }
 
 function CancelButton({ rollout, onDone }) {
