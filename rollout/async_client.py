@@ -136,6 +136,11 @@ class AsyncClient(AsyncService):
         filters |= present(blame=blame, drop=drop, reward_min=reward_min, reward_max=reward_max)
         return await self.fetch(RolloutPage, "GET", "/v1/rollouts", params=filters)
 
+    async def page(self, of: str, group: bool = False) -> bytes:
+        """A rollout or, with `group`, a group as one HTML file, which opens without a server."""
+        kind = "groups" if group else "rollouts"
+        return (await self.send("GET", f"/v1/{kind}/{quote(of)}/page")).content
+
     async def agent(self, rollout_id: str) -> AgentAccess:
         """Where a program that runs elsewhere finds the model, and its keys of the current attempt.
 

@@ -185,6 +185,7 @@ class Client:
     get = _blocking(AsyncClient.get)
     wait = _blocking(AsyncClient.wait)
     list = _blocking(AsyncClient.list)
+    page = _blocking(AsyncClient.page)
     agent = _blocking(AsyncClient.agent)
     cancel = _blocking(AsyncClient.cancel)
     cancel_many = _blocking(AsyncClient.cancel_many)

@@ -4,7 +4,8 @@
 # with, and readers of datasets. `extras.sh trainer`: what the example trainers need. Into the virtual environment;
 # nothing to do when neither setup.cfg nor the environment has changed since. `extras.sh sources`, for tests: below
 # .local/trainers the source of trainers whose classes the tests of adapters construct, below .local/nemo-gym NeMo
-# Gym's collectors, and below .local/compose the schema that docker-compose.dev.yml is tested against.
+# Gym's collectors, below .local/compose the schema that docker-compose.dev.yml is tested against, and below
+# .local/readers what reads the formats of `rollout export`.
 
 [ $# -gt 0 ] || set -- ""
 SCRIPT_NAME="$*"
@@ -30,7 +31,8 @@ extras_of() {
 fingerprint() {
     {
         "$VENV/bin/python" -c 'import sys; print(sys.version, sys.base_prefix)'
-        cat "$REPO_ROOT/setup.cfg" "$REPO_ROOT/pyproject.toml" "${BASH_SOURCE[0]}" "$SETUP_DIR/trainer_sources.sh"
+        cat "$REPO_ROOT/setup.cfg" "$REPO_ROOT/pyproject.toml" "${BASH_SOURCE[0]}" "$SETUP_DIR/trainer_sources.sh" \
+            "$SETUP_DIR/export_readers.sh"
         echo "$REPO_ROOT"
     } | sha256sum | cut -d' ' -f1
 }
@@ -78,6 +80,7 @@ else
             sources)
                 "$SETUP_DIR/trainer_sources.sh" "$ROLLOUT_HOME/trainers"
                 pip install --progress-bar off --no-compile --no-deps --upgrade --target "$ROLLOUT_HOME/compose" "$COMPOSE"
+                "$SETUP_DIR/export_readers.sh" "$ROLLOUT_HOME/readers"
                 gym_collectors ;;
         esac
         echo "$wanted" >"$VENV/.rollout-$name-stamp"

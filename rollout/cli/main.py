@@ -19,6 +19,7 @@ from rollout.cli.archive import archive
 from rollout.cli.backends import backends
 from rollout.cli.batches import batches
 from rollout.cli.completion import completion, with_example
+from rollout.cli.export import export
 from rollout.cli.plan import plan_command
 from rollout.cli.policy import policy
 from rollout.cli.rollouts import agent, cancel, list_, show, status, watch
@@ -103,7 +104,7 @@ def main() -> None:
 
 
 for _command in (
-    *(agent, archive, backends, batches, cancel, completion, fetch, list_, plan_command, policy),
-    *(show, status, submit, tasks, top, watch),
+    *(agent, archive, backends, batches, cancel, completion, export, fetch, list_, plan_command),
+    *(policy, show, status, submit, tasks, top, watch),
 ):
     main.add_command(_command)

@@ -46,6 +46,8 @@ class FakeGateway:
         self.calls: list[tuple[str, str]] = []
         self.submissions: list[SubmitRequest] = []
         self.backends: dict[str, Backend] = {}
+        self.pages: dict[str, bytes] = {}
+        """HTML files by their path."""
         self.faults: list[Any] = []
         """Taken one a request: an (status, headers, body) answer, "drop" before, or "drop-after" work; or a
         function that answers, given the handler."""
@@ -156,9 +158,13 @@ class _Handler(BaseHTTPRequestHandler):
             chosen = [
                 r.model_dump(mode="json")
                 for r in fake.rollouts.values()
-                if query.get("state") in (None, r.state) and query.get("handler") in (None, r.handler)
+                if query.get("state") in (None, r.state)
+                and query.get("handler") in (None, r.handler)
+                and query.get("group_id") in (None, r.group_id)
             ]
             return self.answer(200, {"rollouts": chosen[: int(query.get("limit", 100))], "cursor": None})
+        if page := fake.pages.get(unquote(path)):
+            return self.answer(200, page, {"content-type": "text/html"})
         if path.startswith("/v1/rollouts/"):
             return self.of_rollout(path.removeprefix("/v1/rollouts/"), query)
         if path == "/v1/handlers":
@@ -184,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.answer(202, {"rollouts": created})
 
     def of_rollout(self, rest: str, query: dict[str, str]) -> None:
-        rollout_id, _, verb = rest.partition("/")
+        rollout_id, _, verb = unquote(rest).partition("/")
         rollout = self.fake.rollouts.get(rollout_id)
         if rollout is None:
             return self.problem(404, "no such rollout", detail=f"there is no rollout {rollout_id!r}")

@@ -1,0 +1,128 @@
+"""What all formats need of a record: a chain as steps, its times, and names for files."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from rollout.schema import Chain, Message, Rollout, Trajectory
+
+
+@dataclass
+class Step:
+    """A message and, where the model said it in this chain, what it sampled for it."""
+
+    message: Message
+    sampled: Chain = field(default_factory=Chain)
+    """The segments of one call, one for each policy version; empty: the message was given."""
+    prompt: int = 0
+    """Ids of the chain before the call."""
+    given: int = 0
+    """Those of them that the call before it had neither read nor sampled."""
+    copied: bool = False
+    """Whether another chain has it, too, and has sampled from it or before it."""
+    results: list[Message] = field(default_factory=list)
+    """What the tools that it called have answered."""
+
+    @property
+    def call_id(self) -> str:
+        return (self.sampled.segments[-1].call_id if self.sampled.segments else None) or ""
+
+    @property
+    def stop(self) -> str:
+        """The engine's word for the end of the call."""
+        return self.sampled.segments[-1].finish_reason or "unknown"
+
+    @property
+    def tools(self) -> dict[str, Any]:
+        """Its tool calls by id; some programs give them none."""
+        return {call.id or f"call-{number}": call for number, call in enumerate(self.message.tool_calls)}
+
+
+def steps_of(chain: Chain, unread: Iterable[Message] = ()) -> list[Step]:
+    """The conversation of a chain, then what no call has read. Answers are with the calls of the tools."""
+    steps: list[Step] = []
+    seen = given = 0
+    # What another chain sampled is given here, under the id of its call.
+    copied = max((n for n, s in enumerate(chain.segments) if s.call_id and not s.sampled), default=-1)
+    for number, segment in enumerate(chain.segments):
+        if not segment.sampled:
+            _add(steps, segment.messages, number <= copied)
+        elif steps and steps[-1].call_id and steps[-1].call_id == segment.call_id:
+            steps[-1].sampled.segments.append(segment)
+            steps[-1].message = segment.messages[-1] if segment.messages else steps[-1].message
+        else:
+            message = segment.messages[-1] if segment.messages else Message(role="assistant")
+            steps.append(Step(message, Chain.model_construct(segments=[segment]), seen, given))
+        seen += len(segment.token_ids)
+        given = 0 if segment.sampled else given + len(segment.token_ids)
+    _add(steps, unread, False)
+    return steps
+
+
+def _add(steps: list[Step], messages: Iterable[Message], copied: bool) -> None:
+    for message in messages:
+        if message.role == "tool" and steps and steps[-1].message.role == "assistant":
+            steps[-1].results.append(message)
+        else:
+            steps.append(Step(message, copied=copied))
+
+
+def timed(trajectory: Trajectory | None, kind: str) -> dict[str, Any]:
+    """The calls of a kind (`model`, `tool`) that were timed, by id; in records of before there are none."""
+    return {call.id: call for call in getattr(trajectory, "calls", ()) if call.kind == kind}
+
+
+def stages(rollout: Rollout) -> list[tuple[str, int, float, float]]:
+    """The states that it went through: name, attempt, begin and end."""
+    ends = [*(event.at for event in rollout.timeline[1:]), rollout.finished_at or rollout.updated_at]
+    pairs = zip(rollout.timeline, ends, strict=True)
+    return [(e.state.value, e.attempt, e.at, max(end, e.at)) for e, end in pairs if not e.state.terminal]
+
+
+def stage(rollout: Rollout, name: str) -> tuple[float, float] | None:
+    """When its last attempt was in a state."""
+    found = [
+        (at, end) for state, number, at, end in stages(rollout) if (state, number) == (name, rollout.attempt)
+    ]
+    return (found[0][0], found[-1][1]) if found else None
+
+
+def iso(at: float | None) -> str:
+    """Seconds since the epoch as ISO 8601."""
+    return datetime.fromtimestamp(at or 0.0, UTC).isoformat(timespec="milliseconds")
+
+
+def agent_of(rollout: Rollout) -> str:
+    """Who drove the turns: a program's harness, or the service's own loop."""
+    return rollout.request.agent.harness if rollout.request.agent else "rollout-service"
+
+
+def facts(rollout: Rollout) -> dict[str, Any]:
+    """What formats have no field for, as JSON."""
+    kept = {"group_id", "index", "handler", "state", "attempt", "reward", "reward_components", "drop"}
+    kept |= {
+        "drop_reason",
+        "finish_reason",
+        "policy_versions",
+        "backend",
+        "metrics",
+        "stage_seconds",
+        "error",
+    }
+    known = rollout.model_dump(mode="json", include=kept, exclude_none=True)
+    known |= {"rollout_id": rollout.id, "task": rollout.request.task, "tags": list(rollout.request.tags)}
+    if rollout.trajectory is not None:
+        more = {"warnings", "receipt", "tokenizer", "logprobs_mode"}
+        known |= rollout.trajectory.model_dump(mode="json", include=more, exclude_none=True)
+    return known
+
+
+def file_name(text: str) -> str:
+    """Text of a record as the name of a file: no path, and with a digest where it is not the text itself."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", text).lstrip(".")[:150] or "_"
+    return name if name == text else f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
