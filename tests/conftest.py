@@ -77,8 +77,8 @@ SHARED = {
     "service": tuple(
         f"tests/integration/test_{name}.py"
         for name in (
-            *("alerts", "api", "autoscale", "backends_api", "cancel", "cli", "docs", "faults", "fleet"),
-            *("flower", "policy_tokens", "results", "scorers", "slots", "top", "trainer_records"),
+            *("alerts", "api", "autoscale", "backends_api", "cancel", "cli", "docs", "exports", "faults"),
+            *("fleet", "flower", "policy_tokens", "results", "scorers", "slots", "top", "trainer_records"),
             *("typed_arrays", "webhooks"),
         )
     ),

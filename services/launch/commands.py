@@ -162,7 +162,10 @@ def _report(stack: Stack) -> bool:
 @click.option("--n", default=64, show_default=True, type=click.IntRange(1, 1000), help="Rollouts.")
 @runtime_option
 def demo(n: int, sandbox_runtime: str | None) -> Any:
-    """Run real rollouts of the demo model on a stack of their own, show them, leave nothing running."""
+    """Run real rollouts of the demo model on a stack of their own, show them, leave nothing running.
+
+    What is left is demo.html below $ROLLOUT_HOME or .local: the page of one of them.
+    """
     _check_extras()
     with _guarded():
         fine = run_demo(n, sandbox_runtime, Console(), click.echo)

@@ -1,7 +1,8 @@
-"""`rollout demo`: real rollouts of the demo model on a stack of their own, shown, and nothing left."""
+"""`rollout demo`: real rollouts of the demo model on a stack of their own, shown; a page of one is left."""
 
 from __future__ import annotations
 
+import os
 import runpy
 import shutil
 import sys
@@ -23,10 +24,12 @@ TASKS_FILE = paths.REPO / "examples" / "demo_model" / "task.py"
 TASK_SEED = 7
 TIMEOUT_S = 600.0
 """For all rollouts together; a machine that needs longer has something wrong with it."""
+PAGE = "demo.html"
+"""The file below ROLLOUT_HOME that stays of a demo: the page of the rollout that it showed."""
 
 
 def demo(n: int, sandbox_runtime: str | None, console: Console, say: Callable[[str], None]) -> bool:
-    """Start a stack, run `n` rollouts, show them, end the stack.
+    """Start a stack, run `n` rollouts, show them, save the page of one, end the stack.
 
     Returns:
         Whether every rollout ended as it should and nothing is left running.
@@ -59,6 +62,7 @@ def demo(n: int, sandbox_runtime: str | None, console: Console, say: Callable[[s
         fine = fine and not strays
         keep_logs = not fine
         if fine:
+            say(f"\nThe rollout above, token by token, for any browser: {_from_here(paths.home() / PAGE)}")
             say(_next_steps())
     except Exception:
         keep_logs = True
@@ -73,8 +77,7 @@ def demo(n: int, sandbox_runtime: str | None, console: Console, say: Callable[[s
 
 def _next_steps() -> str:
     """What one does after a demo, to be pasted where it was started."""
-    rollout = Path(sys.executable).with_name("rollout")
-    rollout = rollout.relative_to(Path.cwd()) if rollout.is_relative_to(Path.cwd()) else rollout
+    rollout = _from_here(Path(sys.executable).with_name("rollout"))
     return (
         "\nNext:\n"
         f"  {rollout} up       start the service, and leave it running\n"
@@ -84,15 +87,22 @@ def _next_steps() -> str:
     )
 
 
+def _from_here(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def _run(url: str, key: str, requests: list[RolloutRequest], console: Console) -> bool:
     with Client(url, api_key=key) as client:
         begun = time.monotonic()
         results = client.run(requests, TIMEOUT_S, progress=True)
         seconds = time.monotonic() - begun
-    # One worth reading: with reward 1 and a tool call if there is such a one.
-    best = max(
-        results, key=lambda item: (item.reward or 0.0, item.trajectory.turns if item.trajectory else 0)
-    )
+        # One worth reading: with reward 1 and a tool call if there is such a one.
+        best = max(
+            results, key=lambda item: (item.reward or 0.0, item.trajectory.turns if item.trajectory else 0)
+        )
+        whole = paths.home() / f"{PAGE}.{os.getpid()}"
+        whole.write_bytes(client.page(best.id))
+        whole.replace(paths.home() / PAGE)  # at once: demos run side by side
     console.print(_render.rollout_view(best))
     console.print(_render.summary_table(results, seconds))
     bad = [item for item in results if item.state is not State.COMPLETED or item.drop]

@@ -460,6 +460,10 @@ def test_the_demo_shows_its_first_rollout_within_a_minute_and_leaves_nothing(tmp
     ):
         assert text in shown, (text, shown)
     shown, next_steps = shown.split("nothing left running")
+    (page,) = re.findall(r"for any browser: (\S+)$", next_steps, re.MULTILINE)
+    (rollout_id,) = re.findall(r"^rollout (\S+)$", shown, re.MULTILINE)
+    page = (REPO / page).read_text()
+    assert page.startswith("<!doctype html>") and f"#/rollouts/{rollout_id}" in page
     assert re.search(r"^gateway +[\d.]+ s  http://127\.0\.0\.1:\d+$", shown, re.MULTILINE)
     assert "http" not in next_steps, "what has ended cannot be visited"
     for command in re.findall(r"^  (\S+) (?:up|status|down) ", next_steps, re.MULTILINE):
