@@ -21,9 +21,8 @@ def group(stack):
 
 
 @pytest.fixture
-def export(stack, monkeypatch, tmp_path):
-    monkeypatch.setenv("ROLLOUT_URL", stack.client.base_url)
-    monkeypatch.setenv("ROLLOUT_API_KEY", stack.api_key)
+def export(stack, monkeypatch):
+    monkeypatch.setenv("ROLLOUT_URL", stack.url)
 
     def run(*args: str):
         done = CliRunner().invoke(cli.main, ["export", *map(str, args)])
