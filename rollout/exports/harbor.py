@@ -15,11 +15,13 @@ from uuid import NAMESPACE_URL, uuid5
 
 from rollout import __version__
 from rollout.exports import atif
-from rollout.exports.steps import agent_of, facts, file_name, iso, stage, steps_of, timed
-from rollout.schema import Rollout
+from rollout.exports.steps import agent_of, end_of, facts, file_name, iso, stage, steps_of, timed
+from rollout.schema import Rollout, Trajectory
 
 PLACES = {"test_log": "verifier/test-stdout.txt", "patch": "artifacts/patch.diff"}
 """Of artifacts that Harbor has a place or an ending for."""
+PHASES = {"environment_setup": "initializing", "agent_execution": "running", "verifier": "evaluating"}
+"""Harbor's names for our states."""
 CONTROLS = re.compile(r"\x1b(?!\[[0-9;]*m)|[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f-\x9f]")
 """What a recording leaves out, for a terminal that plays it obeys. Colours stay."""
 
@@ -34,85 +36,65 @@ def write(rollouts: Iterable[Rollout], path: Path) -> None:
 
 def _trial(rollout: Rollout, path: Path) -> dict[str, Any]:
     """Write the directory of a trial; its result."""
-    document, record, error = atif.trajectory(rollout), rollout.trajectory, rollout.error
-    _put(path / "agent" / "trajectory.json", document)
-    if recording := _recording(rollout):
-        (path / "agent" / "recording.cast").write_text(recording, encoding="utf-8")
+    record, document = rollout.trajectory or Trajectory(), atif.trajectory(rollout)
     rewards = None if rollout.reward is None else rollout.reward_components | {"reward": rollout.reward}
+    _put(path / "agent/trajectory.json", document)
+    if recording := _recording(record):
+        _put(path / "agent/recording.cast", recording)
     if rewards:
-        _put(path / "verifier" / "reward.json", rewards)
-        (path / "verifier" / "reward.txt").write_text(f"{rollout.reward}\n")
-    for name, text in (record.artifacts if record else {}).items():
-        file = path / (PLACES.get(name) or f"artifacts/{file_name(name)}")
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-    task, model, ended = file_name(rollout.group_id), record and record.model, rollout.finished_at
-    agent = {"name": agent_of(rollout), "version": __version__}
-    config = {
-        "task": {"path": task, "source": rollout.handler},
-        "trial_name": path.name,
-        "agent": {"name": agent["name"], "model_name": model},
-    }
-    sums = document["final_metrics"]
+        _put(path / "verifier/reward.json", rewards)
+        _put(path / "verifier/reward.txt", f"{rollout.reward}\n")
+    for name, text in record.artifacts.items():
+        _put(path / (PLACES.get(name) or f"artifacts/{file_name(name)}"), text)
+    task, agent, ended = file_name(rollout.group_id), agent_of(rollout), iso(end_of(rollout))
+    config = {"task": {"path": task, "source": rollout.handler}, "trial_name": path.name}
+    config["agent"] = {"name": agent, "model_name": record.model}
+    known = {"name": agent, "version": __version__, "model_info": record.model and {"name": record.model}}
+    spent, names = (
+        {"metadata": facts(rollout)},
+        {"input": "prompt", "cache": "cached", "output": "completion"},
+    )
+    for name, ours in names.items():
+        spent[f"n_{name}_tokens"] = document["final_metrics"].get(f"total_{ours}_tokens")
     result = {
-        "id": str(uuid5(NAMESPACE_URL, rollout.id)),
-        "task_name": task,
-        "trial_name": path.name,
-        "trial_uri": f"rollout:{rollout.id}",
-        "task_id": {"path": task},
-        "source": rollout.handler,
-        "task_checksum": "",
-        "config": config,
-        "agent_info": agent | {"model_info": {"name": model} if model else None},
-        "agent_result": {
-            "n_input_tokens": sums.get("total_prompt_tokens"),
-            "n_cache_tokens": sums.get("total_cached_tokens"),
-            "n_output_tokens": sums.get("total_completion_tokens"),
-            "metadata": facts(rollout),
-        },
-        "verifier_result": {"rewards": rewards},
-        "exception_info": {
-            "exception_type": error.type if error else "Dropped",
-            "exception_message": error.message if error else rollout.drop_reason or "",
-            "exception_traceback": (error and error.traceback) or "",
-            "occurred_at": iso(ended),
-        }
-        if error or rollout.drop
-        else None,
-        "started_at": iso(rollout.created_at),
-        "finished_at": iso(ended),
-        "environment_setup": _timing(rollout, "initializing"),
-        "agent_execution": _timing(rollout, "running"),
-        "verifier": _timing(rollout, "evaluating"),
+        **{"id": str(uuid5(NAMESPACE_URL, rollout.id)), "trial_uri": f"rollout:{rollout.id}"},
+        **{"trial_name": path.name, "task_name": task, "task_id": {"path": task}, "task_checksum": ""},
+        **{"source": rollout.handler, "config": config, "agent_info": known, "agent_result": spent},
+        **{"verifier_result": {"rewards": rewards}, "exception_info": _exception(rollout)},
+        **{"started_at": iso(rollout.created_at), "finished_at": ended},
     }
+    for name, state in PHASES.items():
+        if times := stage(rollout, state):
+            result[name] = dict(zip(("started_at", "finished_at"), map(iso, times), strict=True))
     _put(path / "config.json", config)
     _put(path / "result.json", result)
     return result
 
 
-def _timing(rollout: Rollout, state: str) -> dict[str, str] | None:
-    times = stage(rollout, state)
-    return {"started_at": iso(times[0]), "finished_at": iso(times[1])} if times else None
+def _exception(rollout: Rollout) -> dict[str, str] | None:
+    if not rollout.error and not rollout.drop:
+        return None
+    kind, text = rollout.error.type if rollout.error else "Dropped", rollout.drop_reason or ""
+    trace = (rollout.error and rollout.error.traceback) or ""
+    info = {"exception_type": kind, "exception_message": rollout.error.message if rollout.error else text}
+    return info | {"exception_traceback": trace, "occurred_at": iso(end_of(rollout))}
 
 
-def _recording(rollout: Rollout) -> str:
+def _recording(record: Trajectory) -> str:
     """The timed tool calls as a terminal shows them (asciinema 2); empty where none was timed."""
-    tools, events = timed(rollout.trajectory, "tool"), []
-    for chain in rollout.trajectory.chains if rollout.trajectory else []:
-        for step in (step for step in steps_of(chain) if step.sampled.segments):
-            results = {result.tool_call_id: result.text for result in step.results}
-            for name, tool in step.tools.items():
-                if call := tools.get(name):
-                    typed = " ".join(map(str, tool.arguments.values()))
-                    events.append((call.at, f"\x1b[1m{tool.name}\x1b[0m {typed}\n"))
-                    events.append((call.at + call.seconds, results.get(name, "") + "\n"))
-    if not events:
-        return ""
-    begun = min(at for at, _ in events)
+    tools, events = timed(record, "tool"), []
+    for step in (step for chain in record.chains for step in steps_of(chain) if step.sampled.segments):
+        results = {result.tool_call_id: result.text for result in step.results}
+        for name, tool in step.tools.items():
+            if call := tools.get(name):
+                typed = " ".join(map(str, tool.arguments.values()))
+                events.append((call.at, f"\x1b[1m{tool.name}\x1b[0m {typed}\n"))
+                events.append((call.at + call.seconds, results.get(name, "") + "\n"))
+    begun = min((at for at, _ in events), default=0.0)
     lines: list[Any] = [{"version": 2, "width": 120, "height": 40, "timestamp": int(begun)}]
     for at, text in sorted(events, key=lambda event: event[0]):
         lines.append([round(at - begun, 3), "o", CONTROLS.sub("", text).replace("\n", "\r\n")])
-    return "".join(json.dumps(line) + "\n" for line in lines)
+    return "".join(json.dumps(line) + "\n" for line in lines) if events else ""
 
 
 def _job(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -133,12 +115,11 @@ def _job(results: list[dict[str, Any]]) -> dict[str, Any]:
     for part in evals.values():
         rewards = [value for value, names in part["reward_stats"].get("reward", {}).items() for _ in names]
         part["metrics"] = [{"mean": statistics.fmean(rewards)}] if rewards else []
-    finished, errors = max(r["finished_at"] for r in results), sum(p["n_errors"] for p in evals.values())
+    errors = sum(part["n_errors"] for part in evals.values())
     return {
         "id": str(uuid5(NAMESPACE_URL, " ".join(result["id"] for result in results))),
         "started_at": min(result["started_at"] for result in results),
-        "updated_at": finished,
-        "finished_at": finished,
+        "finished_at": max(result["finished_at"] for result in results),
         "n_total_trials": len(results),
         "stats": {"n_completed_trials": len(results), "n_errored_trials": errors, "evals": evals},
     }
@@ -146,4 +127,5 @@ def _job(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _put(path: Path, value: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, ensure_ascii=False, indent=1), encoding="utf-8")
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=1)
+    path.write_text(text, encoding="utf-8")

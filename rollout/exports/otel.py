@@ -8,13 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 from rollout import __version__
-from rollout.exports.steps import Step, agent_of, facts, stage, stages, steps_of, timed
-from rollout.schema import Message, Rollout
+from rollout.exports.steps import Step, agent_of, end_of, facts, stage, stages, steps_of, timed
+from rollout.schema import Message, Rollout, Trajectory
 
 INTERNAL, CLIENT = 1, 3
 ERROR = 2
@@ -23,9 +22,9 @@ ERROR = 2
 
 def spans(rollout: Rollout) -> dict[str, Any]:
     """A rollout as one `ExportTraceServiceRequest`, ready for `json.dumps`."""
-    trace, ended = _Trace(rollout), rollout.finished_at or rollout.updated_at
+    trace, ended = _Trace(rollout.id), end_of(rollout)
     known = {f"rollout.{name}": value for name, value in facts(rollout).items()}
-    root = trace.add(None, f"rollout {rollout.handler}", rollout.created_at, ended, known)
+    root = trace.add("", f"rollout {rollout.handler}", rollout.created_at, ended, known)
     if rollout.reward is not None:
         score = {"gen_ai.evaluation.name": "reward", "gen_ai.evaluation.score.value": rollout.reward}
         event = {"timeUnixNano": _nanos(ended), "attributes": _attributes(score)}
@@ -35,10 +34,10 @@ def spans(rollout: Rollout) -> dict[str, Any]:
     for name, attempt, begin, end in stages(rollout):
         trace.add(root, name, begin, end, {"rollout.attempt": attempt})
     if rollout.trajectory and rollout.trajectory.chains:
-        _agent(trace, rollout, root)
-    about = {"service.name": "rollout-service", "service.version": __version__}
+        _agent(trace, rollout, rollout.trajectory, root)
+    about = _attributes({"service.name": "rollout-service", "service.version": __version__})
     part = {"scope": {"name": "rollout.exports", "version": __version__}, "spans": trace.spans}
-    return {"resourceSpans": [{"resource": {"attributes": _attributes(about)}, "scopeSpans": [part]}]}
+    return {"resourceSpans": [{"resource": {"attributes": about}, "scopeSpans": [part]}]}
 
 
 def write(rollouts: Iterable[Rollout], path: Path) -> None:
@@ -51,92 +50,81 @@ def write(rollouts: Iterable[Rollout], path: Path) -> None:
 class _Trace:
     """The spans of a rollout. Their ids are made of its own: they are the same in each export."""
 
-    def __init__(self, rollout: Rollout) -> None:
-        self._trace, self._numbers = hashlib.sha256(rollout.id.encode()).hexdigest()[:32], count()
+    def __init__(self, rollout_id: str) -> None:
+        self._id = hashlib.sha256(rollout_id.encode()).hexdigest()[:32]
         self.spans: list[dict[str, Any]] = []
 
-    def add(
-        self, parent: str | None, name: str, begin: float, end: float, known: dict, kind: int = INTERNAL
-    ) -> str:
+    def add(self, parent: str, name: str, begin: float, end: float, known: dict, kind: int = INTERNAL) -> str:
         """Add a span; its id."""
-        number = hashlib.sha256(f"{self._trace} {next(self._numbers)}".encode()).hexdigest()[:16]
-        span = {"traceId": self._trace, "spanId": number, "name": name, "kind": kind}
+        number = hashlib.sha256(f"{self._id} {len(self.spans)}".encode()).hexdigest()[:16]
+        span = {"traceId": self._id, "spanId": number, "parentSpanId": parent, "name": name, "kind": kind}
         span |= {"startTimeUnixNano": _nanos(begin), "endTimeUnixNano": _nanos(max(begin, end))}
-        span |= {"parentSpanId": parent} if parent else {}
         self.spans.append(span | {"attributes": _attributes(known)})
         return number
 
 
-def _agent(trace: _Trace, rollout: Rollout, root: str) -> None:
-    """The agent's span, and those of its calls: even shares of its time, marked where none was timed."""
-    record = rollout.trajectory
-    assert record is not None
-    begin, end = stage(rollout, "running") or (rollout.created_at, rollout.updated_at)
+def _agent(trace: _Trace, rollout: Rollout, record: Trajectory, root: str) -> None:
+    """The agent's span, and those of its calls: even shares of its time, marked, where none was timed."""
+    begin, end = stage(rollout, "running") or (rollout.created_at, end_of(rollout))
     talks = [steps_of(chain) for chain in record.chains]
     calls = [step for talk in talks for step in talk if step.sampled.segments]
     shared = {"gen_ai.provider.name": "rollout-service", "gen_ai.conversation.id": rollout.id}
-    shared["gen_ai.request.model"] = record.model
-    known = shared | {
-        "gen_ai.operation.name": "invoke_agent",
-        "gen_ai.agent.name": agent_of(rollout),
-        "gen_ai.usage.input_tokens": sum(step.prompt for step in calls),
-        "gen_ai.usage.output_tokens": record.sampled_tokens,
-    }
-    agent = trace.add(root, f"invoke_agent {agent_of(rollout)}", begin, end, known)
-    models, tools, places = timed(record, "model"), timed(record, "tool"), count()
+    shared |= {"gen_ai.request.model": record.model} if record.model else {}
+    known = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": agent_of(rollout)}
+    known |= {"gen_ai.usage.input_tokens": sum(step.prompt for step in calls)}
+    known |= {"gen_ai.usage.output_tokens": record.sampled_tokens}
+    agent = trace.add(root, f"invoke_agent {agent_of(rollout)}", begin, end, shared | known)
+    models, tools, before = timed(record, "model"), timed(record, "tool"), len(trace.spans)
     share = (end - begin) / max(1, sum(1 + len(step.tools) for step in calls))
 
     def add(name: str, call: Any, known: dict[str, Any], kind: int = INTERNAL) -> None:
-        at, seconds = (call.at, call.seconds) if call else (begin + next(places) * share, share)
+        at, seconds = (
+            (call.at, call.seconds) if call else (begin + (len(trace.spans) - before) * share, share)
+        )
         known |= {} if call else {"rollout.times_estimated": True}
         trace.add(agent, name, at, at + seconds, known, kind)
 
     for talk in talks:
         asked: list[Message] = []  # since the call before: all of it each time would be a square of it
         for step in talk:
-            if step.sampled.segments:
-                call = models.get(step.call_id)
-                add(f"chat {record.model}", call, shared | _call(rollout, step, call, asked), CLIENT)
-                asked = []
-                results = {result.tool_call_id: result.text for result in step.results}
-                for name, tool in step.tools.items():
-                    known = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.type": "function"}
-                    known |= {"gen_ai.tool.name": tool.name, "gen_ai.tool.call.id": name}
-                    known |= {"gen_ai.tool.call.arguments": tool.arguments}
-                    known |= {"gen_ai.tool.call.result": results.get(name)}
-                    add(f"execute_tool {tool.name}", tools.get(name), known)
-            else:
-                asked.append(step.message)
-            asked += step.results
+            if not step.sampled.segments:
+                asked += [step.message, *step.results]
+                continue
+            call = models.get(step.call_id)
+            add(f"chat {record.model}", call, shared | _call(rollout, step, call, asked), CLIENT)
+            results = {result.tool_call_id: result.text for result in step.results}
+            for name, tool in step.tools.items():
+                known = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.type": "function"}
+                known |= {"gen_ai.tool.name": tool.name, "gen_ai.tool.call.id": name}
+                known |= {"gen_ai.tool.call.arguments": tool.arguments}
+                known |= {"gen_ai.tool.call.result": results.get(name)}
+                add(f"execute_tool {tool.name}", tools.get(name), known)
+            asked = [*step.results]
 
 
 def _call(rollout: Rollout, step: Step, call: Any, asked: list[Message]) -> dict[str, Any]:
     sampling, said = rollout.request.sampling, _message(step.message) | {"finish_reason": step.stop}
-    return {
-        "gen_ai.operation.name": "chat",
-        "gen_ai.request.temperature": sampling.temperature,
-        "gen_ai.request.top_p": sampling.top_p,
-        "gen_ai.request.max_tokens": sampling.max_tokens,
-        "gen_ai.response.id": step.call_id,
-        "gen_ai.response.finish_reasons": [step.stop],
-        "gen_ai.usage.input_tokens": step.prompt,
-        "gen_ai.usage.output_tokens": len(step.sampled.token_ids),
-        "gen_ai.usage.cache_read.input_tokens": getattr(call, "cached_tokens", None),
-        "gen_ai.input.messages": json.dumps([_message(message) for message in asked], ensure_ascii=False),
-        "gen_ai.output.messages": json.dumps([said], ensure_ascii=False),
-        "rollout.backend": getattr(call, "backend", None),
-        "rollout.policy_versions": list(dict.fromkeys(filter(None, step.sampled.policy_versions))),
+    known = {"gen_ai.operation.name": "chat", "gen_ai.response.id": step.call_id or None}
+    for name in ("temperature", "top_p", "max_tokens"):
+        known[f"gen_ai.request.{name}"] = getattr(sampling, name)
+    known |= {"gen_ai.response.finish_reasons": [step.stop], "gen_ai.usage.input_tokens": step.prompt}
+    known |= {"gen_ai.usage.output_tokens": len(step.sampled.token_ids)}
+    known |= {"gen_ai.usage.cache_read.input_tokens": getattr(call, "cached_tokens", None)}
+    known |= {"gen_ai.input.messages": [_message(message) for message in asked]}
+    known |= {"gen_ai.output.messages": [said], "rollout.backend": getattr(call, "backend", None)}
+    return known | {
+        "rollout.policy_versions": list(dict.fromkeys(filter(None, step.sampled.policy_versions)))
     }
 
 
 def _message(message: Message) -> dict[str, Any]:
     parts: list[dict[str, Any]] = []
+    if message.reasoning:
+        parts.append({"type": "reasoning", "content": message.reasoning})
     if message.role == "tool":
         parts.append({"type": "tool_call_response", "id": message.tool_call_id, "response": message.text})
     elif message.text:
         parts.append({"type": "text", "content": message.text})
-    if message.reasoning:
-        parts.insert(0, {"type": "reasoning", "content": message.reasoning})
     for call in message.tool_calls:
         parts.append({"type": "tool_call", "id": call.id, "name": call.name, "arguments": call.arguments})
     return {"role": message.role, "parts": parts}
@@ -151,13 +139,9 @@ def _attributes(known: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _value(value: Any) -> dict[str, Any]:
-    match value:
-        case bool():
-            return {"boolValue": value}
-        case int():
-            return {"intValue": str(value)}
-        case float():
-            return {"doubleValue": value}
-        case [*parts] if all(isinstance(part, str) for part in parts):
-            return {"arrayValue": {"values": [{"stringValue": part} for part in parts]}}
+    if isinstance(value, (bool, int, float)):
+        kind = {bool: "boolValue", int: "intValue", float: "doubleValue"}[type(value)]
+        return {kind: str(value) if kind == "intValue" else value}
+    if isinstance(value, list) and all(isinstance(part, str) for part in value):
+        return {"arrayValue": {"values": [{"stringValue": part} for part in value]}}
     return {"stringValue": value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}

@@ -9,28 +9,23 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from rollout.schema import Chain, Message, Rollout, Trajectory
+from rollout.schema import Chain, Message, Rollout, ToolCall, Trajectory
 
 
 @dataclass
 class Step:
-    """A message and, where the model said it in this chain, what it sampled for it."""
+    """A message and, where the model said it in this chain, the call that it was said in."""
 
     message: Message
+    call_id: str = ""
     sampled: Chain = field(default_factory=Chain)
-    """The segments of one call, one for each policy version; empty: the message was given."""
+    """What was sampled, a segment for each policy version; empty: the message was given."""
     prompt: int = 0
     """Ids of the chain before the call."""
-    given: int = 0
-    """Those of them that the call before it had neither read nor sampled."""
     copied: bool = False
-    """Whether another chain has it, too, and has sampled from it or before it."""
+    """Whether another chain has it too, and what was sampled up to it."""
     results: list[Message] = field(default_factory=list)
     """What the tools that it called have answered."""
-
-    @property
-    def call_id(self) -> str:
-        return (self.sampled.segments[-1].call_id if self.sampled.segments else None) or ""
 
     @property
     def stop(self) -> str:
@@ -38,7 +33,7 @@ class Step:
         return self.sampled.segments[-1].finish_reason or "unknown"
 
     @property
-    def tools(self) -> dict[str, Any]:
+    def tools(self) -> dict[str | None, ToolCall]:
         """Its tool calls by id; some programs give them none."""
         return {call.id or f"call-{number}": call for number, call in enumerate(self.message.tool_calls)}
 
@@ -46,20 +41,19 @@ class Step:
 def steps_of(chain: Chain, unread: Iterable[Message] = ()) -> list[Step]:
     """The conversation of a chain, then what no call has read. Answers are with the calls of the tools."""
     steps: list[Step] = []
-    seen = given = 0
     # What another chain sampled is given here, under the id of its call.
     copied = max((n for n, s in enumerate(chain.segments) if s.call_id and not s.sampled), default=-1)
+    prompt = 0
     for number, segment in enumerate(chain.segments):
         if not segment.sampled:
             _add(steps, segment.messages, number <= copied)
-        elif steps and steps[-1].call_id and steps[-1].call_id == segment.call_id:
-            steps[-1].sampled.segments.append(segment)
-            steps[-1].message = segment.messages[-1] if segment.messages else steps[-1].message
         else:
-            message = segment.messages[-1] if segment.messages else Message(role="assistant")
-            steps.append(Step(message, Chain.model_construct(segments=[segment]), seen, given))
-        seen += len(segment.token_ids)
-        given = 0 if segment.sampled else given + len(segment.token_ids)
+            if not (steps and segment.call_id and steps[-1].call_id == segment.call_id):
+                empty = Chain.model_construct(segments=[])
+                steps.append(Step(Message(role="assistant"), segment.call_id or "", empty, prompt))
+            steps[-1].sampled.segments.append(segment)
+            steps[-1].message = [steps[-1].message, *segment.messages][-1]
+        prompt += len(segment.token_ids)
     _add(steps, unread, False)
     return steps
 
@@ -72,29 +66,31 @@ def _add(steps: list[Step], messages: Iterable[Message], copied: bool) -> None:
             steps.append(Step(message, copied=copied))
 
 
-def timed(trajectory: Trajectory | None, kind: str) -> dict[str, Any]:
+def timed(trajectory: Trajectory | None, kind: str) -> dict[str | None, Any]:
     """The calls of a kind (`model`, `tool`) that were timed, by id; in records of before there are none."""
     return {call.id: call for call in getattr(trajectory, "calls", ()) if call.kind == kind}
 
 
 def stages(rollout: Rollout) -> list[tuple[str, int, float, float]]:
     """The states that it went through: name, attempt, begin and end."""
-    ends = [*(event.at for event in rollout.timeline[1:]), rollout.finished_at or rollout.updated_at]
+    ends = [*(event.at for event in rollout.timeline[1:]), end_of(rollout)]
     pairs = zip(rollout.timeline, ends, strict=True)
     return [(e.state.value, e.attempt, e.at, max(end, e.at)) for e, end in pairs if not e.state.terminal]
 
 
-def stage(rollout: Rollout, name: str) -> tuple[float, float] | None:
+def stage(rollout: Rollout, state: str) -> tuple[float, float] | None:
     """When its last attempt was in a state."""
-    found = [
-        (at, end) for state, number, at, end in stages(rollout) if (state, number) == (name, rollout.attempt)
-    ]
+    found = [times for name, number, *times in stages(rollout) if (name, number) == (state, rollout.attempt)]
     return (found[0][0], found[-1][1]) if found else None
 
 
-def iso(at: float | None) -> str:
+def end_of(rollout: Rollout) -> float:
+    return rollout.finished_at or rollout.updated_at
+
+
+def iso(at: float) -> str:
     """Seconds since the epoch as ISO 8601."""
-    return datetime.fromtimestamp(at or 0.0, UTC).isoformat(timespec="milliseconds")
+    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds")
 
 
 def agent_of(rollout: Rollout) -> str:

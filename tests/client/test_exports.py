@@ -123,7 +123,7 @@ def test_steps_have_what_was_sampled_and_the_answers_of_tools():
     assert (system.message.role, user.message.text) == ("system", "37 times 85")
     assert first.sampled.token_ids == [4, 5, 6] and first.sampled.logprobs == [-0.5, -0.25, -0.125]
     assert first.sampled.policy_versions == ["step-7", "step-7", "step-8"]
-    assert (first.prompt, first.given, last.prompt, last.given) == (3, 3, 8, 2)
+    assert (first.prompt, first.stop, last.prompt, last.stop) == (3, "stop", 8, "length")
     assert [result.text for result in last.results] == ["late"]
     assert [step.copied for step in steps_of(forked())] == [True, True, True, False, False]
 
