@@ -74,7 +74,7 @@ def timed(trajectory: Trajectory | None, kind: str) -> dict[str | None, Any]:
 def stages(rollout: Rollout) -> list[tuple[str, int, float, float]]:
     """The states that it went through: name, attempt, begin and end."""
     ends = [*(event.at for event in rollout.timeline[1:]), end_of(rollout)]
-    pairs = zip(rollout.timeline, ends, strict=True)
+    pairs = zip(rollout.timeline, ends, strict=False)  # there may be no timeline
     return [(e.state.value, e.attempt, e.at, max(end, e.at)) for e, end in pairs if not e.state.terminal]
 
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from rollout import cli
 from rollout.errors import RolloutError
-from rollout.exports import atif, write
+from rollout.exports import FORMATS, atif, write
 from rollout.exports.steps import file_name, steps_of
 from rollout.schema import Chain, ErrorInfo, RolloutRequest, Segment, State
 from rollout.schema.rollouts import TimelineEvent
@@ -271,6 +271,23 @@ def test_otel_of_a_record_without_times_shares_those_of_run_and_says_so(tmp_path
     (spans,) = read("otel", tmp_path / "r.otel.json")
     calls = [span for span in spans if span["attributes"].get("rollout.times_estimated")]
     assert len(calls) == 4 and calls[0]["times"] == [1003.0, 1003.25] and calls[-1]["times"][1] == 1004.0
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_record_with_nothing_but_what_it_must_have_is_exported_too(kind, tmp_path):
+    bare = ended(trajectory=Trajectory(chains=[chain([1], sampled([2]))]))
+    assert write([bare, ended(id="r2")], tmp_path / "jobs" / "x.eval", kind) == 2
+    paths = {"atif": "x.eval/r.json", "harbor": ""}
+    assert read(kind, tmp_path / "jobs" / paths.get(kind, "x.eval"))
+
+
+def test_a_rollout_of_200_turns_and_128k_tokens_stays_small(tmp_path):
+    parts = [(sampled(range(300), call_id=f"{turn}"), [5] * 340) for turn in range(200)]
+    long = ended(trajectory=Trajectory(chains=[chain([1] * 64, *(part for pair in parts for part in pair))]))
+    for kind in FORMATS:
+        write([long], tmp_path / kind, kind)
+    sizes = [path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()]
+    assert max(sizes) < 5_000_000
 
 
 # ---------------------------------------------------------------------------------- what is refused
