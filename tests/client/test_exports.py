@@ -106,16 +106,16 @@ def silent():
     return record(id="s", group_id="h", error=error, state=State.FAILED, **fields)
 
 
-@pytest.fixture
-def timed(monkeypatch):
-    """Rollouts whose calls were timed, as `Trajectory.calls` has them."""
-    call = {"seconds": 0.25, "backend": "b1", "prompt_tokens": 3, "cached_tokens": 2}
-    calls = [
-        SimpleNamespace(kind="model", id="a", name="org/model", at=1003.0, **call),
-        SimpleNamespace(kind="tool", id="c1", name="execute_bash", at=1003.5, **call),
-        SimpleNamespace(kind="model", id="b", name="org/model", at=1003.75, **call),
+def timed(index: int = 0):
+    """The same rollout with the times of its calls."""
+    known = {"seconds": 0.25, "backend": "b1", "cached_tokens": 2}
+    made = record(index)
+    made.trajectory.__dict__["calls"] = [
+        SimpleNamespace(kind="model", id="a", at=1003.0, **known),
+        SimpleNamespace(kind="tool", id="c1", at=1003.5, **known),
+        SimpleNamespace(kind="model", id="b", at=1003.75, **known),
     ]
-    monkeypatch.setattr(Trajectory, "calls", calls, raising=False)
+    return made
 
 
 def test_steps_have_what_was_sampled_and_the_answers_of_tools():
@@ -210,9 +210,9 @@ def test_inspect_keeps_requests_apart_that_share_a_group_and_names_the_limit(tmp
     assert samples[1]["limit"]["type"] == "turn" and samples[1]["limit"]["limit"] == 30
 
 
-def test_harbor_reads_the_job_its_trials_and_their_files(tmp_path, timed):
+def test_harbor_reads_the_job_its_trials_and_their_files(tmp_path):
     job = tmp_path / "jobs" / "step-7"
-    assert write([record(0), record(1), silent()], job, "harbor") == 3
+    assert write([timed(0), timed(1), silent()], job, "harbor") == 3
     read_back = read("harbor", tmp_path / "jobs")["step-7"]
     names = [file_name("g:1.0"), file_name("g:1.1"), "s"]
     assert sorted(read_back["trials"]) == sorted(names)
@@ -233,16 +233,16 @@ def test_harbor_reads_the_job_its_trials_and_their_files(tmp_path, timed):
     assert not list(tmp_path.rglob("out")) and len(list((place / "artifacts").iterdir())) == 2
 
 
-def test_a_recording_plays_the_timed_calls_and_obeys_nothing_of_theirs(tmp_path, timed):
-    write([record()], tmp_path / "job", "harbor")
+def test_a_recording_plays_the_timed_calls_and_obeys_nothing_of_theirs(tmp_path):
+    write([timed()], tmp_path / "job", "harbor")
     header, typed, answer = map(json.loads, next(tmp_path.rglob("recording.cast")).read_text().splitlines())
     assert (header["version"], header["timestamp"]) == (2, 1003)
     assert typed == [0.0, "o", "\x1b[1mexecute_bash\x1b[0m echo $((37*85))\r\n"]
     assert answer == [0.25, "o", "\x1b[31m3145]52;c;eA==\r\n\r\n"]
 
 
-def test_otel_reads_spans_of_stages_agent_and_timed_calls(tmp_path, timed):
-    assert write([record(), silent()], tmp_path / "r.otel.json", "otel") == 2
+def test_otel_reads_spans_of_stages_agent_and_timed_calls(tmp_path):
+    assert write([timed(), silent()], tmp_path / "r.otel.json", "otel") == 2
     spans, failed = read("otel", tmp_path / "r.otel.json")
     by_name = {span["name"]: span for span in spans}
     root, agent = by_name["rollout calculator"], by_name["invoke_agent rollout-service"]
