@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from rollout.cli.common import connect, url_option
 from rollout.cli.rollouts import MOST_OF_GROUP, complete_ids, select
 from rollout.client import ApiError, Client
 from rollout.errors import problems_of
-from rollout.exports import FORMATS, refuse_what_is_there, write
+from rollout.exports import FORMATS, placed, write
 from rollout.exports.steps import file_name
 from rollout.http import NOT_FOUND
 from rollout.schema import Rollout
@@ -40,18 +39,13 @@ def export(what: str, output: Path | None, kind: str | None, force: bool, url: s
     rollouts is a directory, and so is harbor: a job, by default jobs/NAME.
     """
     if output and not (kind := kind or SUFFIXES.get(output.suffix)):
-        raise click.UsageError(
-            f"give --format: of itself only {', '.join(SUFFIXES)} says what {output} is to be"
-        )
+        raise click.UsageError(f"give --format: only {', '.join(SUFFIXES)} say themselves what is wanted")
     kind, file = kind or HTML, Path(what)
     of_file = file.is_file()
     if of_file and kind == HTML:
-        raise click.UsageError(
-            "a page is made by the service, of a rollout or a group: give --format for a file"
-        )
+        raise click.UsageError("a page is made by the service, by an id: give --format for a file")
     name = file_name(file.name.split(".")[0] if of_file else what)
     output = output or Path("jobs" if kind == "harbor" else "", name + FORMATS.get(kind, ".html"))
-    refuse_what_is_there(output, force)
     try:
         if of_file:
             count = write(_read(file), output, kind, replace=force)
@@ -78,16 +72,13 @@ def _ask(client: Client, what: str, output: Path, kind: str, force: bool) -> int
         ids = [rollout.id for rollout in sorted(group, key=lambda rollout: rollout.index)]
     if kind != HTML:
         return write(map(partial(client.get, include="trajectory"), ids), output, kind, replace=force)
-    page = client.page(what, group=ids != [what])
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(prefix=".export-", dir=output.parent, delete=False) as file:
-        file.write(page)
-    Path(file.name).replace(output)
+    with placed(output, force) as target:
+        target.write_bytes(client.page(what, group=ids != [what]))
     return len(ids)
 
 
 def _read(file: Path) -> Iterator[Rollout]:
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 yield Rollout.model_validate_json(line)

@@ -5,9 +5,9 @@ They are written from the records alone, with the standard library; only tests n
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -32,22 +32,27 @@ def write(rollouts: Iterable[Rollout], path: str | Path, kind: str, *, replace: 
     """
     if kind not in FORMATS:
         raise RolloutError(f"there is no format {kind!r}: {', '.join(FORMATS)}")
-    path = Path(path)
-    refuse_what_is_there(path, replace)
-    path.parent.mkdir(parents=True, exist_ok=True)
     written: set[str] = set()
-    with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as place:
-        target = Path(place, path.name)
+    with placed(Path(path), replace) as target:
         import_module(f"rollout.exports.{kind}").write(_ended(rollouts, written), target)
         if not written:
             raise RolloutError("there is no rollout to export")
-        refuse_what_is_there(path, replace)
-        shutil.move(target, path) if target.is_file() else target.replace(path)
     return len(written)
 
 
-def refuse_what_is_there(path: Path, replace: bool) -> None:
-    """Raise RolloutError where writing to `path` would take away what nobody gave up."""
+@contextmanager
+def placed(path: Path, replace: bool) -> Iterator[Path]:
+    """Where to write what is to be at `path`: it gets there once it is whole. Raises what `write` does."""
+    _refuse_what_is_there(path, replace)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=path.parent) as place:
+        target = Path(place, path.name)
+        yield target
+        _refuse_what_is_there(path, replace)
+        target.replace(path)
+
+
+def _refuse_what_is_there(path: Path, replace: bool) -> None:
     if path.is_dir() and any(path.iterdir()):
         raise RolloutError(f"{path} is a directory with something in it: name one that is not there yet")
     if path.exists() and not path.is_dir() and not replace:

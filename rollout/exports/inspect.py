@@ -16,6 +16,7 @@ from rollout.exports.steps import Step, agent_of, end_of, facts, file_name, iso,
 from rollout.schema import Chain, Message, Rollout, Trajectory
 
 VERSION = 2
+UNKNOWN = "unknown"
 STOPS = {"stop": "stop", "length": "max_tokens"}
 LIMITS = {"turn_limit": ("turn", "max_turns"), "token_limit": ("token", "max_response_tokens")}
 LIMITS["time_limit"] = ("time", "run_timeout_s")
@@ -35,8 +36,8 @@ def sample(rollout: Rollout, epoch: int) -> dict[str, Any]:
     read, sampled = sum(step.prompt for step in calls), sum(len(step.sampled.token_ids) for step in calls)
     usage = {"input_tokens": read, "output_tokens": sampled, "total_tokens": read + sampled}
     values = rollout.reward_components | ({} if rollout.reward is None else {"reward": rollout.reward})
-    choices = [{"message": message, "stop_reason": stop or "unknown"} for message in said]
-    begun, model = stage(rollout, "running") or (rollout.created_at,), record.model or "unknown"
+    choices = [{"message": message, "stop_reason": stop or UNKNOWN} for message in said]
+    begun, model = stage(rollout, "running") or (rollout.created_at,), record.model or UNKNOWN
     made = {
         **{"id": file_name(rollout.group_id), "epoch": epoch, "uuid": rollout.id},
         "input": prompt or json.dumps(task, ensure_ascii=False),
@@ -120,12 +121,13 @@ def _summary(made: dict[str, Any]) -> dict[str, Any]:
 def _spec(listed: list[dict[str, Any]]) -> dict[str, Any]:
     ids = list(dict.fromkeys(summary["id"] for summary in listed))
     task = " ".join(dict.fromkeys(summary["metadata"]["handler"] for summary in listed))
+    models = dict.fromkeys(model for summary in listed for model in summary["model_usage"])
     return {
         **dict.fromkeys(("eval_id", "run_id", "task_id"), listed[0]["uuid"]),
         "created": min(summary["started_at"] for summary in listed),
         "task": task,
         "dataset": {"name": task, "samples": len(ids), "sample_ids": ids, "shuffled": False},
-        "model": " ".join(dict.fromkeys(model for summary in listed for model in summary["model_usage"])),
+        "model": " ".join(model for model in models if model != UNKNOWN) or UNKNOWN,
         "config": {"epochs": max(summary["epoch"] for summary in listed)},
         "packages": {"rollout-service": __version__},
     }

@@ -100,6 +100,7 @@ def _run(url: str, key: str, requests: list[RolloutRequest], console: Console) -
         best = max(
             results, key=lambda item: (item.reward or 0.0, item.trajectory.turns if item.trajectory else 0)
         )
+        paths.home().mkdir(parents=True, exist_ok=True)
         whole = paths.home() / f"{PAGE}.{os.getpid()}"
         whole.write_bytes(client.page(best.id))
         whole.replace(paths.home() / PAGE)  # at once: demos run side by side

@@ -363,13 +363,13 @@ def test_export_writes_what_a_file_of_submit_holds(invoke, tmp_path):
     assert f"out.eval: 2 rollouts; inspect view --log-dir {tmp_path} shows it" in done.stdout
     refused = invoke("out.jsonl", "-o", "out.html")
     assert refused.exit_code == 2 and "give --format for a file" in refused.stderr
-    (tmp_path / "bad.jsonl").write_text(lines[0] + '\n{"id": 3}\n')
+    (tmp_path / "bad.jsonl").write_bytes(lines[0].encode() + b'\n{"id": "\xff"}\n')
     refused = invoke("bad.jsonl", "-o", "bad.json")
-    assert refused.exit_code == 1 and "bad.jsonl, line 2, is no rollout: id: " in refused.stderr
+    assert refused.exit_code == 1 and "bad.jsonl, line 2, is no rollout: : Invalid JSON" in refused.stderr
     assert not (tmp_path / "bad.json").exists()
 
 
 def test_export_asks_for_a_format_where_the_name_says_none(invoke):
     done = invoke("r", "-o", "somewhere")
     assert done.exit_code == 2
-    assert "give --format: of itself only .html, .eval, .json says what somewhere is to be" in done.stderr
+    assert "give --format: only .html, .eval, .json say themselves what is wanted" in done.stderr
