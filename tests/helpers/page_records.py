@@ -41,7 +41,7 @@ def write(
 def _result(trajectory: Trajectory, reward: float) -> dict[str, str]:
     return {
         "reward": json.dumps(reward),
-        "components": json.dumps({"tests": reward}),
+        "reward_components": json.dumps({"tests": reward}),
         "finish_reason": str(trajectory.finish_reason or FinishReason.STOP),
         "policy_versions": json.dumps(trajectory.versions_used),
     }

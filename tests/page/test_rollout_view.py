@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -47,15 +48,12 @@ def test_the_conversation_shows_prompt_calls_of_tools_and_what_they_printed(open
 
 def test_colours_of_a_terminal_are_colours_and_no_codes(open_view, coloured):
     page = open_view(f"rollouts/{coloured}")
-    words = page.get_by_text("red words", exact=True).last
+    output = page.get_by_role("group", name="output").filter(has_text="and plain ones").first
+    words = output.get_by_text("red words", exact=True)
     expect(words).to_be_visible()
-    plain = said(page, "and plain ones").last
     colour = "one => getComputedStyle(one).color"
-    assert words.evaluate(colour) != plain.evaluate(colour)
-    assert (
-        "\x1b" not in page.get_by_role("main").inner_text()
-        and "[31m" not in page.get_by_role("main").inner_text()
-    )
+    assert words.evaluate(colour) != output.evaluate(colour)
+    assert "\x1b" not in output.inner_text() and "[31m" not in output.inner_text()
 
 
 def test_the_rewards_parts_and_what_it_left_are_shown(open_view, counted, world):
@@ -63,30 +61,52 @@ def test_the_rewards_parts_and_what_it_left_are_shown(open_view, counted, world)
     page = open_view(f"rollouts/{counted}")
     main = page.get_by_role("main")
     expect(main.get_by_text("completed").first).to_be_visible()
-    for name in item.reward_components:
+    tab(page, "reward")
+    for name in (*item.reward_components, "patch.diff"):
         expect(main.get_by_text(name, exact=True).first).to_be_visible()
-    tab(page, "artifact|patch|result")
-    expect(main.get_by_text("patch.diff").first).to_be_visible()
-    expect(main.get_by_text("return x + x + 1").first).to_be_visible()
+    for words in ("return x + x + 1", "return x + x"):
+        expect(main.get_by_text(words).first).to_be_visible()
+
+
+def fact(page, name):
+    """What is said of the token that one looks at."""
+    return page.locator("dl").get_by_text(name, exact=True).locator("xpath=following-sibling::dd")
 
 
 def test_a_token_tells_its_id_text_logprob_mask_and_version(open_view, counted, world):
-    trajectory = world.client.get(counted).trajectory
+    (chain,) = world.client.get(counted).trajectory.chains
     page = open_view(f"rollouts/{counted}")
     tab(page, "token")
-    turn = next(s for s in trajectory.chains[0].segments if s.sampled)
-    # "I count first." begins with the letter I.
-    word = page.get_by_role("main").get_by_text(re.compile("count")).first
-    expect(word).to_be_visible()
-    first = page.get_by_role("main").locator(f"[data-id='{turn.token_ids[0]}']")
-    if first.count():
-        first.last.hover()
-    else:
-        word.hover()
-    main = page.locator("body")
-    for words in ("v1", re.compile(r"-\d+\.\d+|−\d+\.\d+"), re.compile("log.?prob", re.IGNORECASE)):
-        expect(main.get_by_text(words).first).to_be_visible()
-    expect(main.get_by_text(re.compile("mask", re.IGNORECASE)).first).to_be_visible()
+    strip = page.get_by_label(re.compile("^Tokens of chain 0"))
+    strip.focus()
+    page.keyboard.press("ArrowRight")
+    expect(fact(page, "mask")).to_contain_text("0")
+    expect(fact(page, "log-prob")).to_have_text("–")
+    for _ in chain.segments:
+        page.keyboard.press("]")
+        if fact(page, "mask").inner_text().startswith("1"):
+            break
+    at = int(fact(page, "position").inner_text().split(",")[0].replace("\u202f", ""))
+    prompt = len(chain.prompt_ids)
+    assert at == prompt, "the first that was sampled"
+    expect(fact(page, "id")).to_have_text(str(chain.token_ids[at]))
+    expect(fact(page, "text")).to_have_text('"I"')
+    expect(fact(page, "version")).to_contain_text("v1")
+    shown = float(fact(page, "log-prob").inner_text().replace("−", "-"))
+    assert shown == pytest.approx(chain.logprobs[0], abs=1e-3)
+    page.keyboard.press("ArrowRight")
+    expect(fact(page, "id")).to_have_text(str(chain.token_ids[at + 1]))
+
+
+def test_the_token_under_the_pointer_is_told(open_view, counted):
+    page = open_view(f"rollouts/{counted}")
+    tab(page, "token")
+    strip = page.get_by_label(re.compile("^Tokens of chain 0"))
+    expect(strip).to_be_visible()
+    box = strip.bounding_box()
+    page.mouse.move(box["x"] + 130, box["y"] + 12)
+    expect(fact(page, "id")).to_be_visible()
+    expect(fact(page, "mask")).to_contain_text("given")
 
 
 def test_tokens_of_two_policy_versions_are_told_apart(open_view):
@@ -101,58 +121,59 @@ def test_the_timeline_has_lanes_of_stages_model_calls_and_tool_calls(open_view, 
     page = open_view(f"rollouts/{counted}")
     tab(page, "timeline")
     main = page.get_by_role("main")
-    for words in ("queue", "init", "run", "eval", "model", "tool"):
-        expect(main.get_by_text(re.compile(rf"\b{words}", re.IGNORECASE)).first).to_be_visible()
+    for words in ("waiting", "INIT", "RUN", "EVAL", "model", "tools"):
+        expect(main.get_by_text(words, exact=True).first).to_be_visible()
+    main.get_by_text("As a table", exact=False).click()
+    table = main.get_by_role("table").last
+    expect(table.get_by_text("execute_bash").first).to_be_visible()
 
 
 def test_attempts_tell_fence_worker_and_why_each_ended(open_view, world):
     page = open_view("rollouts/broken")
     main = page.get_by_role("main")
     expect(main.get_by_text("broken on purpose in init", exact=False).first).to_be_visible()
-    tab(page, "attempt|timeline")
+    tab(page, "attempt")
     expect(main.get_by_text(re.compile("fence", re.IGNORECASE)).first).to_be_visible()
-    expect(main.get_by_text("handler", exact=False).first).to_be_visible()
     expect(main.get_by_text(re.compile("all@testnode")).first).to_be_visible()
+    expect(
+        main.get_by_text(re.compile("Ended: failed.*handler|handler.*ValueError", re.DOTALL)).first
+    ).to_be_visible()
 
 
 def test_branches_of_a_session_are_a_tree_with_what_each_was_for(open_view):
     page = open_view("rollouts/branched")
-    tab(page, "branch|tree|session")
+    tab(page, "branch")
     main = page.get_by_role("main")
-    for words in ("sub.agent", "compaction", "discarded"):
-        expect(main.get_by_text(re.compile(words, re.IGNORECASE)).first).to_be_visible()
+    for words in ("sub agent", "compaction", "discarded"):
+        expect(main.get_by_text(words).locator("visible=true").first).to_be_visible()
+    expect(main.get_by_text("left chain 0 after 17 tokens")).to_be_visible()
 
 
 def test_the_receipt_and_warnings_are_shown(open_view):
     page = open_view("rollouts/branched")
     main = page.get_by_role("main")
+    tab(page, "receipt")
+    expect(main.get_by_text("No drift", exact=False)).to_be_visible()
+    expect(main.get_by_text("ab" * 32).first).to_be_visible()
+    tab(page, "reward")
     expect(main.get_by_text("two policy versions sampled this rollout").first).to_be_visible()
-    found = main.get_by_text(re.compile("receipt", re.IGNORECASE)).first
-    if not found.is_visible():
-        tab(page, "receipt|exact|branch|tree|session")
-    expect(main.get_by_text(re.compile("receipt", re.IGNORECASE)).first).to_be_visible()
-    expect(main.get_by_text(re.compile("drift", re.IGNORECASE)).first).to_be_visible()
-    expect(main.get_by_text(re.compile("abab")).first).to_be_visible()
 
 
 def test_it_is_copied_as_request_python_and_command(contexts, world, counted):
     context, _ = contexts(permissions=["clipboard-read", "clipboard-write"])
     page = context.new_page()
     page.goto(f"{world.url}/#/rollouts/{counted}")
-    expect(page.get_by_text("I count first.").first).to_be_visible()
-    read = "() => navigator.clipboard.readText()"
+    page.get_by_text("Copy as").click()
 
-    def copied(name):
-        opener = page.get_by_role("button", name=re.compile("^copy( as.*)?$", re.IGNORECASE))
-        wanted = page.get_by_role("button", name=name).or_(page.get_by_role("menuitem", name=name))
-        if not wanted.first.is_visible():
-            opener.first.click()
-        wanted.first.click()
-        return page.evaluate(read)
+    def copied(name: str) -> str:
+        page.get_by_role("button", name=name).first.click()
+        expect(page.get_by_role("button", name="Copied").first).to_be_visible()
+        return page.evaluate("() => navigator.clipboard.readText()")
 
-    assert "rollout show" in copied(re.compile("rollout show|command|shell", re.IGNORECASE))
-    assert '"handler"' in copied(re.compile("request", re.IGNORECASE))
-    assert "Client(" in copied(re.compile("python", re.IGNORECASE))
+    assert copied("Command") == f"rollout show {counted}"
+    assert json.loads(copied("Request"))["handler"] == "mend"
+    compile(python := copied("Python"), "copied", "exec")
+    assert "RolloutRequest(" in python and world.url in python
 
 
 def test_a_part_of_the_view_has_an_address_of_its_own(open_view, world, counted):
