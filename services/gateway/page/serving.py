@@ -12,10 +12,10 @@ from functools import lru_cache
 from pathlib import Path
 
 from flask import Blueprint, Response, current_app, request
-from werkzeug.exceptions import NotFound
 from werkzeug.security import safe_join
 
 from services.gateway.http import JSON, STRING, operation
+from services.gateway.problems import ApiProblem
 
 blueprint = Blueprint("page", __name__)
 
@@ -56,11 +56,11 @@ def send(name: str) -> Response:
     """A file as the answer to the request under way, or a 304 to who has it.
 
     Raises:
-        NotFound: There is no such file.
+        ApiProblem: 404; there is no such file.
     """
     path = Path(safe_join(str(STATIC), name) or "")
     if not path.is_file():
-        raise NotFound("the page has no file of that name; it begins at /")
+        raise ApiProblem(404, "No such file", "the page has no file of that name; it begins at /")
     body, packed, etag = _read(path, path.stat().st_mtime_ns)
     kind = SCRIPT if path.suffix == ".js" else mimetypes.guess_type(path)[0] or "text/plain"
     response = Response(body, headers=HEADERS, mimetype=kind)
