@@ -323,7 +323,7 @@ const REMEDIES = {
 export function Failure({ error, retry }) {
   const [title, command] = REMEDIES[error.status] ?? [error.title ?? "Something went wrong", null];
   return html`<div class="failure" role="alert">
-    <p class="empty-title"><${StateMark} state="failed" bare /> ${title}</p>
+    <p class="empty-title"><${StateMark} state="failed" bare /> ${title}${error.status > 0 && html` <span class="quiet">${error.status}</span>`}</p>
     <p class="said">${error.detail || error.message}</p>
     <div class="row">
       ${command && html`<${Command}>${command}<//>`}

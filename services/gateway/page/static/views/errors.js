@@ -52,16 +52,18 @@ function kinds(rows) {
 
 function Kind({ kind }) {
   const [open, setOpen] = useState(false);
+  const message = said(kind.rows[0]);
   const shown = open ? kind.rows.slice(0, PAGE) : kind.rows.slice(0, EXAMPLES);
   return html`<section class="card flush">
     <header><h3>${kind.reason}</h3><span class="row small"><span class="tag">blame: ${words(kind.blame)}</span><b class="num">${count(kind.rows.length)}</b></span>
-      <p class="only-narrow quiet said small">${said(kind.rows[0])}</p></header>
+      <p class="message quiet said">${message}</p></header>
     <table class="list kinds"><caption class="unseen">Examples of ${kind.reason}</caption>
-      <thead class="unseen"><tr><th>State</th><th>Rollout</th><th>Message</th><th>When</th></tr></thead>
+      <thead class="unseen"><tr><th>State</th><th>Rollout</th><th>Handler</th><th>Message, where it is another</th><th>When</th></tr></thead>
       <tbody>${shown.map((r) => html`<tr key=${r.id}>
         <td><${StateMark} state=${r.state} /></td>
         <td class="id"><${Link} path=${["rollouts", r.id]} class="whole mono" data-row=${r.id} title=${r.id}>${shortId(r.id)}<//></td>
-        <td class="wide quiet message"><span class="said">${said(r)}</span>${r.error?.stage && html` <span class="tag">${r.error.stage.toUpperCase()}</span>`}</td>
+        <td class="wide id">${r.handler}${r.error?.stage && html` <span class="tag">${r.error.stage.toUpperCase()}</span>`}</td>
+        <td class="wide quiet fill-width"><span class="clip" title=${said(r)}>${said(r) === message ? "" : said(r)}</span></td>
         <td class="right quiet"><${Ago} at=${r.finished_at ?? r.updated_at} /></td></tr>`)}</tbody></table>
     ${kind.rows.length > EXAMPLES && html`<div class="list-foot"><button type="button" class="button" aria-expanded=${String(open)} onClick=${() => setOpen(!open)}>
       ${open ? "Fewer" : `All ${count(Math.min(kind.rows.length, PAGE))}`}</button></div>`}

@@ -77,9 +77,9 @@ function Tiles({ event }) {
 // ---------------------------------------------------------------- the flow
 
 const STAGES = [
-  { stage: "init", title: "INIT", what: "starts a sandbox", waits: "queued" },
-  { stage: "run", title: "RUN", what: "the agent at work", waits: "ready" },
-  { stage: "eval", title: "EVAL", what: "scores it", waits: "evaluating" },
+  { stage: "init", title: "INIT", what: "starts a sandbox", waits: "queued", word: "queued" },
+  { stage: "run", title: "RUN", what: "the agent at work", waits: "ready", word: "ready" },
+  { stage: "eval", title: "EVAL", what: "scores it", waits: "evaluating", word: "waiting" },
 ];
 const SQUARES = 96; // more slots than these are drawn as one bar
 
@@ -98,13 +98,13 @@ function stageRate(stage) {
   return { perMinute: (60 * ended) / (b.at - a.at), mean: ended > 0 ? seconds / ended : null };
 }
 
-function StageBox({ title, what, stage, waits, load, depth }) {
+function StageBox({ title, what, stage, waits, word, load, depth }) {
   const { perMinute, mean } = stageRate(stage);
   const none = !load.workers;
   return html`<li class="stage-step">
     <div class="arrow">
       <${Link} path=${["rollouts"]} query=${{ state: waits }} class="waiting ${load.waiting ? "some" : ""}"
-        title="${depth} messages in its queues"><b class="num">${count(load.waiting)}</b> waiting<//>
+        title="${depth} messages in its queues"><b class="num">${count(load.waiting)}</b> ${word}<//>
       <svg viewBox="0 0 40 10" width="40" height="10" aria-hidden="true"><path d="M0 5h36m-5-4 5 4-5 4" /></svg>
     </div>
     <section class="stage ${none ? "stage-none" : ""}">
