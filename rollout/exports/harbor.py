@@ -50,12 +50,9 @@ def _trial(rollout: Rollout, path: Path) -> dict[str, Any]:
     config = {"task": {"path": task, "source": rollout.handler}, "trial_name": path.name}
     config["agent"] = {"name": agent, "model_name": record.model}
     known = {"name": agent, "version": __version__, "model_info": record.model and {"name": record.model}}
-    spent, names = (
-        {"metadata": facts(rollout)},
-        {"input": "prompt", "cache": "cached", "output": "completion"},
-    )
-    for name, ours in names.items():
-        spent[f"n_{name}_tokens"] = document["final_metrics"].get(f"total_{ours}_tokens")
+    spent: dict[str, Any] = {"metadata": facts(rollout)}
+    for name, sum_of in {"input": "prompt", "cache": "cached", "output": "completion"}.items():
+        spent[f"n_{name}_tokens"] = document["final_metrics"].get(f"total_{sum_of}_tokens")
     result = {
         **{"id": str(uuid5(NAMESPACE_URL, rollout.id)), "trial_uri": f"rollout:{rollout.id}"},
         **{"trial_name": path.name, "task_name": task, "task_id": {"path": task}, "task_checksum": ""},
