@@ -41,6 +41,25 @@ class Asked(BaseModel):
     calls: int
 
 
+class CallRecord(BaseModel):
+    """When a call of the model or of a tool was, and where: to be looked at, nothing is trained on it."""
+
+    kind: Literal["model", "tool"]
+    id: str
+    """The `call_id` of its segments, or the id of the tool call."""
+    name: str = ""
+    """The tool's."""
+    at: float
+    """When it began, seconds since the epoch."""
+    seconds: float
+    """Until its answer; of the model with the wait for room on a backend."""
+    backend: str | None = None
+    """Which one answered."""
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    """Those of them that the engine had in its cache; None = it does not tell."""
+
+
 class Receipt(BaseModel):
     """What was captured of a program's model calls, for who wants to check a trajectory."""
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from rollout.schema.agents import Receipt
+from rollout.schema.agents import CallRecord, Receipt
 
 SCHEMA_VERSION = 1
 """Version of the record; a reader refuses a newer one instead of misreading it."""
@@ -105,11 +105,8 @@ class Message(BaseModel):
                 }
                 for call in self.tool_calls
             ]
-        if self.tool_call_id:
-            out["tool_call_id"] = self.tool_call_id
-        if self.name:
-            out["name"] = self.name
-        return out
+        more = {"tool_call_id": self.tool_call_id, "name": self.name}
+        return out | {name: value for name, value in more.items() if value}
 
 
 class Segment(BaseModel):
@@ -234,6 +231,8 @@ class Trajectory(BaseModel):
     """What the handler keeps of a rollout besides its turns, by name: a patch, a report of its tests."""
     receipt: Receipt | None = None
     """Of a rollout that a program drove."""
+    calls: list[CallRecord] = Field(default_factory=list)
+    """In the order in which they were answered; earlier releases kept none."""
 
     @model_validator(mode="after")
     def _refuse_newer(self) -> Trajectory:
@@ -299,10 +298,8 @@ class Trajectory(BaseModel):
 
     def final_text(self) -> str:
         """Text of the last assistant message, or the empty string."""
-        for message in reversed(self.messages):
-            if message.role == "assistant":
-                return message.text
-        return ""
+        said = (message.text for message in reversed(self.messages) if message.role == "assistant")
+        return next(said, "")
 
 
 def calls_of(chain: Chain) -> Iterator[list[Segment]]:

@@ -31,7 +31,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from rollout.arrays import unpack_ids, unpack_logprobs
-from rollout.schema.agents import Asked, Receipt
+from rollout.schema.agents import Asked, CallRecord, Receipt
 from rollout.schema.trajectory import TRAINED, Chain, ChainRole, Segment
 from services.capture.matching import after
 from services.capture.tree import Tree, answer_of
@@ -127,6 +127,23 @@ def _receipt(tree: Tree, harness: str, chains: Sequence[Chain], retries: int, re
         asked=_parameters(nodes),
         digest=digest.hex(),
     )
+
+
+def timed(nodes: Sequence[Node]) -> list[CallRecord]:
+    """When the calls were. A node of an earlier release does not tell."""
+    lengths: list[int] = []
+    """Ids of each node's prompt and answer."""
+    calls = []
+    for node in nodes:
+        prompt = len(node.ids) // 4 + (lengths[node.parent] if node.parent != ROOT else 0)
+        lengths.append(prompt + len(node.sampled) // 4)
+        if node.at_ms:
+            took_s, more = node.took_ms / 1000, {"prompt_tokens": prompt, "cached_tokens": node.cached_tokens}
+            at, backend = node.at_ms / 1000 - took_s, node.backend.partition(" ")[2]
+            calls.append(
+                CallRecord(kind="model", id=node.call_id, at=at, seconds=took_s, backend=backend, **more)
+            )
+    return calls
 
 
 def _parameters(nodes: Sequence[Node]) -> list[Asked]:

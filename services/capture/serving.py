@@ -364,6 +364,7 @@ class Service:
             completion.cached_tokens,
             completion.routed_experts,
             codec.digest if root else "",
+            round(1000 * (time.monotonic() - turn.began)),
         )
         metrics.TOKENS.inc(len(completion.token_ids))
         return _answer(await self._write(known, tree, node), turn)

@@ -26,6 +26,7 @@ class Turn:
         loop = asyncio.get_running_loop()
         self.call_id = call_id
         self.created = int(time.time())
+        self.began = time.monotonic()
         self.prompt_tokens = 0
         self.begun: asyncio.Future[None] = loop.create_future()
         """Done when the model is asked: no error of the call itself comes any more."""

@@ -13,7 +13,7 @@ import structlog
 
 from rollout.schema import EXTERNAL, AgentAccess, Backend, Rollout, RolloutRequest, Submitted
 from rollout.trajectory import Trajectory
-from services.capture.chains import build
+from services.capture.chains import build, timed
 from services.settings import Settings
 from services.state.capture.nodes import decode
 from services.state.capture.session import MODEL, REWARD, Session, key_of
@@ -46,6 +46,7 @@ def so_far(client: redis.Redis, rollout: Rollout) -> Trajectory | None:
     return Trajectory(
         chains=chains,
         receipt=receipt,
+        calls=timed(nodes),
         model=backend.model,
         logprobs_mode=backend.logprobs_mode,
         tokenizer=nodes[0].tokenizer,

@@ -123,11 +123,12 @@ class CaptureWorld:
     def hold_prompts(self, rollout: Rollout) -> int:
         """Every sampled call of the trajectory had exactly the ids before it as its prompt; how many."""
         asked = {call["call_id"]: call for call in self.calls() if call["state"] == "done"}
-        held = set()
+        held, told = set(), {call.id: call for call in rollout.trajectory.calls}
         for chain in rollout.trajectory.chains:
             for call_id, prompt, sampled in _calls(chain):
                 assert asked[call_id]["prompt_ids"] == prompt
                 assert asked[call_id]["token_ids"] == sampled
+                assert told[call_id].prompt_tokens == len(prompt) and told[call_id].seconds > 0
                 held.add(call_id)
         assert len(held) == rollout.trajectory.receipt.calls
         return len(held)

@@ -157,6 +157,10 @@ def test_turns_come_as_the_pieces_of_which_the_trajectory_is_made(service, live)
     late_pieces = [piece for said in late.all("turns") for piece in said.get("pieces", ())]
     assert late_pieces == pieces[len(pieces) - len(late_pieces) :]
     assert 0 < len(late_pieces) < len(pieces)
+    calls = [call for said in stream.all("turns") for call in said.get("calls", ())]
+    whole = [call.model_dump(exclude_defaults=True) for call in item.trajectory.calls]
+    assert calls == whole[: len(calls)] and len(calls) >= 10
+    assert {call["kind"] for call in calls} == {"model", "tool"}
 
 
 def test_the_overview_says_what_the_fleet_says_and_whose_the_viewer_is(service, live, stranger):

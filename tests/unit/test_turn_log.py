@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 
+import msgspec
 import pytest
 from tokenizers import Tokenizer
 
@@ -165,6 +167,9 @@ def shape(trajectory: Trajectory) -> dict:
                     tool_call.pop("id")
     for message in document["unread"]:
         message.pop("tool_call_id")
+    for made in document["calls"]:
+        for name in ("id", "at", "seconds"):
+            made.pop(name)
     return document
 
 
@@ -202,6 +207,37 @@ def test_a_turn_is_written_before_a_tool_is_called_and_answers_before_the_next_m
         ("model", ["Begun", "Sampled", "Answered", "Appended"]),
     ]
     assert kept.writes == 4, "one beside each placement, and one for each turn"
+
+
+def test_the_record_says_when_each_call_was_and_where():
+    kept, began = Kept(), time.time()
+    _, agent, router, _ = play(SCENES["parallel and malformed"][0], kept)
+    calls = agent.trajectory.calls
+    assert [(made.kind, made.name) for made in calls] == [
+        ("model", ""),
+        *[("tool", "look")] * 2,
+        ("model", ""),
+    ]
+    first, *tools, last = calls
+    assert [made.prompt_tokens for made in (first, last)] == [len(prompt) for prompt in router.prompts]
+    assert {made.backend for made in (first, last)} == {"b"}
+    sampled = [segment for segment in agent.trajectory.chain.segments if segment.sampled]
+    assert [first.id, last.id] == [segment.call_id for segment in sampled]
+    said = [made.id for message in agent.trajectory.messages for made in message.tool_calls]
+    assert [made.id for made in tools] == said
+    assert all(began - 1 < made.at < time.time() and 0 <= made.seconds < 60 for made in calls)
+    assert trajectory_of(decode(kept.stored)).calls == calls
+
+
+def test_a_log_of_an_earlier_release_has_no_times():
+    kept = Kept()
+    play(SCENES["tools"][0], kept)
+    timed = [hasattr(entry, "call") for entry in decode(kept.stored)]
+    pairs = zip(map(msgspec.msgpack.decode, kept.stored), timed, strict=True)
+    old = [msgspec.msgpack.encode(entry[:-1] if last else entry) for entry, last in pairs]
+    assert any(timed) and not any(getattr(entry, "call", None) for entry in decode(old))
+    _, agent, _, _ = play([], Kept(old))
+    assert agent.trajectory.turns and agent.trajectory.calls == []
 
 
 def test_what_redis_has_lost_is_written_again_by_the_worker_that_has_it():

@@ -49,11 +49,11 @@ class AgentLoop:
         self._index = index
         self._router = router
         self._log = log or TurnLog()
+        self.trajectory.calls = self._log.calls.records
         self._tools = by_name(tools)
         self._advertised = [tool.spec() for tool in tools] if advertise_tools else []
-        self._malformed_in_row = 0
+        self._malformed_in_row = self._repeated = 0
         self._last_action: object = None
-        self._repeated = 0
 
     async def run(
         self, messages: list[Message], sandbox: SandboxClient | None = None, compact: Compact | None = None
@@ -128,13 +128,11 @@ class AgentLoop:
             raise RunDiverged(
                 f"the turns so far are of tokenizer {before.tokenizer}, here is {self._codec.digest}"
             )
-        self._backend = backend
-        self._cache_salt = backend.policy_version
+        self._backend, self._cache_salt = backend, backend.policy_version
         self._max_model_len = backend.max_model_len
         trajectory = self.trajectory
         trajectory.tokenizer = self._codec.digest
-        trajectory.model = backend.model
-        trajectory.logprobs_mode = backend.logprobs_mode
+        trajectory.model, trajectory.logprobs_mode = backend.model, backend.logprobs_mode
         trajectory.warnings += logprob_warnings(self._request.sampling, backend.logprobs_mode)
         # The router asks before it moves the rollout: ids are exact only on the same tokenizer.
         self._router.accepts = self._takeover_obstacle
@@ -164,9 +162,9 @@ class AgentLoop:
             await self._log.pause()
             completion = await self._sample(max_tokens)
             turn = self._codec.parse(self._buffer.ids, completion.token_ids)
-            moved = self._note_takeover()
-            described = self._backend.model_dump_json(exclude_defaults=True) if moved else ""
-            self._log.add_sampled(completion, turn, backend=described)
+            described = self._backend.model_dump_json(exclude_defaults=True) if self._note_takeover() else ""
+            call = self._log.calls.model(completion, self._backend.id, len(self._buffer.ids))
+            self._log.add_sampled(completion, turn, call, backend=described)
             # Before anybody acts on it.
             await self._log.flush()
         self._buffer.add_sampled(completion, turn)
@@ -214,7 +212,7 @@ class AgentLoop:
             if observation is None:
                 with self._log.call():
                     observation = await self._answer(attempt, sandbox)
-                self._log.add_answer(observation)
+                self._log.add_answer(observation, attempt)
             observations.append(observation)
             if observation.finished:
                 break
@@ -243,14 +241,11 @@ class AgentLoop:
 
     def answers(self, turn: ParsedTurn, observations: list[Observation]) -> list[Message]:
         """Observations as messages, each for its own call, in the order of the calls."""
+        calls = [attempt if isinstance(attempt, ToolCall) else None for attempt in turn.attempts]
+        named = [{"tool_call_id": call.id, "name": call.name} if call else {} for call in calls]
         return [
-            Message(
-                role="tool",
-                content=observation.text,
-                tool_call_id=attempt.id if isinstance(attempt, ToolCall) else None,
-                name=attempt.name if isinstance(attempt, ToolCall) else None,
-            )
-            for attempt, observation in zip(turn.attempts, observations, strict=False)
+            Message(role="tool", content=observation.text, **names)
+            for names, observation in zip(named, observations, strict=False)
         ]
 
     def observe(self, turn: ParsedTurn, observations: list[Observation]) -> bool:

@@ -32,6 +32,7 @@ from services.state.turns.entries import (
     from_json,
     to_json,
 )
+from workers.agent.calls import Calls
 from workers.agent.parsing import ParsedTurn
 from workers.agent.tools import Observation
 from workers.errors import InfrastructureError
@@ -84,10 +85,10 @@ class TurnLog:
         self._written = len(stored)
         self._new: list[Entry] = []
         self._recent: deque[tuple[float, bytes]] = deque()
+        self.calls = Calls()
         # The journal of the sandbox.
         self.fence = self._held.fence
-        self.known = 0
-        self._number = 0
+        self.known = self._number = 0
         self._last = 0
         """The last operation that a former worker began."""
         self._in_call = False
@@ -121,6 +122,7 @@ class TurnLog:
                 f"the former worker's next entry is {type(entry).__name__} where there is {kind.__name__} "
                 "now: a handler whose `run` does not repeat itself says so in `repeatable`"
             )
+        self.calls.repeat(entry)
         return entry
 
     def take_answer(self, place: int) -> Observation | None:
@@ -146,20 +148,16 @@ class TurnLog:
 
     def add_begun(self, ids: list[int], messages: Sequence[Message], **first: str) -> None:
         """A chain begins; see `Begun`."""
-        if self._write is not None:
-            self.add(Begun(pack_ids(ids), to_json(messages), **first))
+        self.add(Begun(pack_ids(ids), to_json(messages), **first))
 
-    def add_sampled(self, completion: Completion, turn: ParsedTurn, backend: str) -> None:
+    def add_sampled(self, completion: Completion, turn: ParsedTurn, call: Any, backend: str) -> None:
         """A model call was answered; see `Sampled`."""
-        if self._write is not None:
-            spent_s = self.spent_before_s + time.monotonic() - self._began
-            more = {"spent_s": round(spent_s, 3), "backend": backend}
-            self.add(Sampled.of(completion, turn.message, turn.places, **more))
+        spent_s = round(self.spent_before_s + time.monotonic() - self._began, 3)
+        more = {"spent_s": spent_s, "backend": backend, "call": call}
+        self.add(Sampled.of(completion, turn.message, turn.places, **more))
 
     def add_appended(self, ids: list[int], messages: Sequence[Message], cut: bool) -> None:
         """Messages were appended. Texts of tools that are in them are not kept twice."""
-        if self._write is None:
-            return
         answers = [entry for entry in self._new if isinstance(entry, Answered)]
         if not cut and [entry.text for entry in answers] == [message.text for message in messages]:
             for entry in answers:
@@ -170,14 +168,15 @@ class TurnLog:
     def call(self) -> Iterator[None]:
         """Around a call of a tool, of which only the answer is kept; see `add_answer`."""
         self._in_call = True
+        self.calls.begin()
         try:
             yield
         finally:
             self._in_call = False
 
-    def add_answer(self, observation: Observation) -> None:
-        """A tool has answered."""
-        self.add(Answered(observation.text, observation.finished, self._number))
+    def add_answer(self, observation: Observation, attempt: object = None) -> None:
+        """A tool has answered the turn's attempt at a call."""
+        self.add(Answered(observation.text, observation.finished, self._number, self.calls.tool(attempt)))
 
     def flush_soon(self) -> asyncio.Task[None]:
         """`flush` as a task, which may be given up."""
@@ -217,11 +216,12 @@ class TurnLog:
             self._recent.popleft()
 
     async def pause(self) -> None:
-        """Between two turns: where RUN is to leave this worker, it does so here."""
+        """Before a call of the model: where RUN is to leave this worker, it does so here."""
         if self._held.leaving:
             await self.flush()
             self._held.interrupt(SHUTDOWN)
             await asyncio.get_running_loop().create_future()  # which the interrupt ends
+        self.calls.begin()
 
     # -- the sandbox -------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from rollout.schema import EXTERNAL, RolloutRequest, Stage
 from rollout.trajectory import FinishReason
 from sandbox.client import ExecResult
 from sandbox.spec import BindSpec
-from services.capture.chains import build
+from services.capture.chains import build, timed
 from services.settings import Settings
 from services.state.capture.nodes import decode
 from services.state.capture.session import MODEL, Session, key_of
@@ -272,6 +272,7 @@ class Driven(AgentHandler[Any]):
         trajectory.chains, trajectory.receipt = await asyncio.to_thread(
             build, nodes, self._agent.harness, **summary.unsampled
         )
+        trajectory.calls = timed(nodes)
         trajectory.tokenizer = next((node.tokenizer for node in nodes if node.tokenizer), None)
         if summary.reward is not None:
             ctx.artifacts[POSTED] = json.dumps({"reward": summary.reward, "components": summary.components})

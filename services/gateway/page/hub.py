@@ -375,12 +375,12 @@ def _turns(viewer: Viewer, watched: Watched) -> list[bytes]:
             return []
         # It reads what there is by itself.
         viewer.resets, viewer.turns = watched.resets, watched.turns.count
-    pieces = watched.turns.since(viewer.turns) if viewer.resets == watched.resets else None
-    viewer.resets, viewer.turns = watched.resets, watched.turns.count
-    attempt = watched.rollout.attempt
-    if pieces is None:
-        return [event("turns", f'{{"attempt":{attempt},"refetch":true}}')]
-    return [event("turns", f'{{"attempt":{attempt},"pieces":{pieces}}}')] if pieces != "[]" else []
+    has = viewer.resets, viewer.turns
+    viewer.resets, viewer.turns = now = watched.resets, watched.turns.count
+    if has == now:
+        return []
+    said = watched.turns.since(has[1]) if has[0] == now[0] else '"refetch":true'
+    return [event("turns", f'{{"attempt":{watched.rollout.attempt},{said}}}')]
 
 
 def _wake(viewers: Iterable[Viewer]) -> None:

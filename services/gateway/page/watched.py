@@ -13,10 +13,19 @@ from typing import Any
 from rollout.arrays import unpack_ids
 from rollout.schema import Rollout, State
 from rollout.trajectory import Message, Segment
-from services.state.turns.entries import Appended, Begun, Entry, Sampled, from_json, sampled_segments
+from services.state.turns.entries import (
+    Answered,
+    Appended,
+    Begun,
+    Entry,
+    Sampled,
+    from_json,
+    sampled_segments,
+)
 
 MOST_PIECES = 64
-"""Segments that are kept for those who have not got them; who is further behind reads the trajectory."""
+"""Segments and times of calls that are kept for those who have not got them; who is further behind reads the
+trajectory."""
 MOST_TEXT = 64 << 10
 """Characters of one operation's output that are kept for those who come later."""
 
@@ -27,12 +36,12 @@ def event(name: str, data: str) -> bytes:
 
 
 class Turns:
-    """The segments of an attempt's turn log."""
+    """The segments of an attempt's turn log, and when its calls were."""
 
     def __init__(self) -> None:
         self.count = 0
         """Pieces so far, those that are not kept any more included."""
-        self._pieces: deque[str] = deque(maxlen=MOST_PIECES)
+        self._pieces: deque[tuple[str, str]] = deque(maxlen=MOST_PIECES)
         self._chain, self._place = -1, 0
         self._counts = True
         """Whether the chain is one of the trajectory, so that the next has another number."""
@@ -40,6 +49,8 @@ class Turns:
     def take(self, entries: Iterable[Entry]) -> None:
         """Read further entries. What tools say is shown at once, before a model call reads it."""
         for entry in entries:
+            if isinstance(entry, Sampled | Answered) and entry.call:
+                self._put("calls", json.dumps(entry.call))
             if isinstance(entry, Begun):
                 first = self._chain < 0
                 self._chain, self._place, self._counts = self._chain + self._counts, 0, first
@@ -53,16 +64,20 @@ class Turns:
     def _add(self, segments: list[Segment]) -> None:
         for segment in segments:
             said = segment.model_dump_json(exclude={"routed_experts"})
-            self._pieces.append(f'{{"chain":{self._chain},"place":{self._place},"segment":{said}}}')
+            self._put("pieces", f'{{"chain":{self._chain},"place":{self._place},"segment":{said}}}')
             self._place += 1
-            self.count += 1
 
-    def since(self, count: int) -> str | None:
-        """The pieces behind so many, as a JSON array; None: they are not kept."""
-        missing = self.count - count
-        if missing > len(self._pieces):
-            return None
-        return f"[{','.join(list(self._pieces)[len(self._pieces) - missing :])}]"
+    def _put(self, kind: str, said: str) -> None:
+        self._pieces.append((kind, said))
+        self.count += 1
+
+    def since(self, count: int) -> str:
+        """What comes behind so many, as the rest of an event; else that it is not kept any more."""
+        new = list(self._pieces)[len(self._pieces) - (self.count - count) :]
+        if self.count - count > len(self._pieces):
+            return '"refetch":true'
+        said = {kind: ",".join(one for its, one in new if its == kind) for kind in ("pieces", "calls")}
+        return f'"pieces":[{said["pieces"]}],"calls":[{said["calls"]}]'
 
 
 def _given(entry: Begun | Appended) -> Segment:

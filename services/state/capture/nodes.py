@@ -48,6 +48,8 @@ class Node(Struct, array_like=True):
     routed_experts: Any = None
     tokenizer: str = ""
     """Of a root: name and digest of what made its ids."""
+    took_ms: int = 0
+    """From the call's arrival to its answer."""
     at_ms: int = 0
     """When it was written, by Redis' clock. It stays the last field, which the store fills in."""
 

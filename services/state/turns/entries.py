@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 
 from rollout.arrays import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 from rollout.schema import Backend
+from rollout.schema.agents import CallRecord
 from rollout.trajectory import Chain, Message, Segment, Trajectory
 from services.engines.base import Completion
 from services.state.rollouts.payloads import with_whole_characters
@@ -53,6 +54,8 @@ class Sampled(Struct, tag="sampled", array_like=True):
     routed_experts: Any = None
     backend: str = ""
     """Who answered (JSON), where it is another one than before."""
+    call: dict[str, Any] | None = None
+    """Its `CallRecord`."""
 
     @classmethod
     def of(
@@ -94,6 +97,8 @@ class Answered(Struct, tag="answered", array_like=True):
     finished: bool
     known: int
     """Operations of the sandbox whose outcomes are in it, or in what is before."""
+    call: dict[str, Any] | None = None
+    """Its `CallRecord`, if it was one of a tool."""
 
 
 class Appended(Struct, tag="appended", array_like=True):
@@ -171,6 +176,8 @@ def trajectory_of(entries: Iterable[Entry]) -> Trajectory:
     waiting: Segment | None = None
     chain: Chain | None = None
     for entry in entries:
+        if isinstance(entry, Sampled | Answered) and entry.call:
+            trajectory.calls.append(CallRecord(**entry.call))
         if isinstance(entry, Begun):
             messages = from_json(entry.messages)
             waiting, chain = None, Chain()

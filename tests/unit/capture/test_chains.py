@@ -12,13 +12,14 @@ import time
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from rollout import arrays
 from rollout.arrays import pack_ids
 from rollout.schema.trajectory import TRAINED
 from rollout.trajectory import Message, Trajectory
 from services.capture.call import ModelCall
-from services.capture.chains import MOST_ASKED, build
+from services.capture.chains import MOST_ASKED, build, timed
 from services.capture.tree import Tree
 from services.state.capture.nodes import ROOT, decode, encode
 from tests.helpers.published import TOOLS, directory
@@ -380,6 +381,21 @@ def test_what_there_is_no_time_to_look_for_is_an_agents(capture, monkeypatch):
     assert table(capture.chains()[0])[0] == ("auxiliary", None)
     monkeypatch.setattr("services.capture.chains.MOST_COMPARED", 10)
     assert {chain.role for chain in capture.chains()[0]} == {"agent"}
+
+
+def test_the_calls_of_a_session_are_told_with_their_times_unless_an_earlier_release_wrote_them(codec):
+    capture = Capture(codec)
+    history = capture.call([SYSTEM, user("An ox?")], calls("ox"))
+    capture.call([*history, tool("a", history[-1].tool_calls[0].id)], "done")
+    capture.call([SYSTEM, user("Another?")], "no")
+    nodes = [structs.replace(node, took_ms=1500, at_ms=1_700_000_002_000) for node in capture.tree.nodes]
+    told = timed(nodes)
+    assert [call.id for call in told] == [node.call_id for node in nodes]
+    assert [call.prompt_tokens for call in told] == [len(prompt) for prompt in capture.prompts]
+    assert {(call.kind, call.backend, call.at, call.seconds) for call in told} == {
+        ("model", "b0", 1_700_000_000.5, 1.5)
+    }
+    assert timed(capture.tree.nodes) == []
 
 
 @st.composite

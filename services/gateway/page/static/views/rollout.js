@@ -66,9 +66,11 @@ function useRollout(id) {
         later();
       }
     },
-    turns({ attempt, pieces, refetch }) {
+    turns({ attempt, pieces, calls, refetch }) {
       const { rollout, trajectory } = held.current.data;
       if (refetch || !trajectory || attempt !== rollout.attempt || !trajectory.take(pieces)) return later();
+      const known = new Set(trajectory.calls.map((call) => `${call.id} ${call.at}`));
+      trajectory.calls.push(...calls.filter((call) => !known.has(`${call.id} ${call.at}`)));
       if (pieces.some((piece) => piece.segment.role === "tool" || piece.segment.sampled)) setOutput((now) => (now?.running ? now : null));
       return redraw((n) => n + 1);
     },
