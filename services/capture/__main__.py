@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import signal
 import sys
+import threading
 
 import structlog
 from aiohttp import web
@@ -19,6 +20,7 @@ from services.state.capture.store import CaptureStore
 from services.state.redis import LoopConnection, connect
 from workers.agent.llm import session
 from workers.agent.placement import Placements
+from workers.agent.vocabulary import Keeper
 
 log = structlog.get_logger("capture")
 
@@ -44,6 +46,7 @@ async def serve(host: str, port: int, settings: Settings) -> None:
         site = web.TCPSite(runner, host, port, backlog=BACKLOG, reuse_port=True)
         await site.start()
         living = asyncio.create_task(service.live())
+        threading.Thread(target=Keeper(client).run, name="vocabulary", daemon=True).start()
         log.info("capture listens", host=host, port=port)
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):

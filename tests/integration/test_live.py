@@ -163,6 +163,15 @@ def test_turns_come_as_the_pieces_of_which_the_trajectory_is_made(service, live)
     assert {call["kind"] for call in calls} == {"model", "tool"}
 
 
+def test_the_worker_says_what_the_ids_stand_for(service):
+    item = ended(service, submit(service, "diary", lines=1))
+    url = f"{service.url}/v1/tokenizers/{item.trajectory.tokenizer.rpartition('@')[2]}"
+    wait_until(lambda: http.get(url).status_code == 200, PATIENCE_S, "the texts of the tokenizer")
+    texts = http.get(url).json()["texts"]
+    said = "".join(texts[token_id] for token_id in item.trajectory.response_ids)
+    assert '<tool_call>\n{"name": "execute_bash"' in said and "wrote 1\n" in said
+
+
 def test_the_overview_says_what_the_fleet_says_and_whose_the_viewer_is(service, live, stranger):
     mine, others = live(topics="overview"), live(topics="overview", headers=stranger)
     said = mine.until("overview", lambda said: len(said["fleet"]["workers"]) == 2)

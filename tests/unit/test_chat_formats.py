@@ -419,11 +419,11 @@ def test_a_tokenizer_that_is_here_need_not_wait_for_one_that_loads():
 
 def test_only_so_many_tokenizers_are_kept(tmp_path, monkeypatch):
     """A checkpoint directory for every step must not fill the memory."""
-    monkeypatch.setattr(codec_module, "_codecs", {})
+    monkeypatch.setattr(codec_module, "loaded", {})
     monkeypatch.setattr(codec_module, "MAX_LOADED", 2)
     for step in range(4):
         load_codec(str(save("chatml", tmp_path / f"step-{step}")))
-    assert [path.rpartition("/")[2] for path in codec_module._codecs] == ["step-2", "step-3"]
+    assert [path.rpartition("/")[2] for path in codec_module.loaded] == ["step-2", "step-3"]
 
 
 def test_a_renderer_is_taken_only_if_it_agrees_about_tools_too(tmp_path):

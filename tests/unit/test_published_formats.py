@@ -32,10 +32,10 @@ ASKED = [Message(role="system", content="Be brief."), Message(role="user", conte
 def formats(tmp_path_factory):
     """The codec of each model; their tokenizers take a gigabyte, which other files need not carry."""
     root = tmp_path_factory.mktemp("published")
-    before = dict(codec_module._codecs)
+    before = dict(codec_module.loaded)
     yield SimpleNamespace(root=root, of=lambda model: load_codec(str(directory(model, root))))
-    codec_module._codecs.clear()
-    codec_module._codecs.update(before)
+    codec_module.loaded.clear()
+    codec_module.loaded.update(before)
 
 
 @pytest.fixture(params=MODELS)

@@ -49,7 +49,8 @@ def takeover_obstacle(before: Backend, after: Backend) -> str | None:
     return None
 
 
-_codecs: dict[str, Codec] = {}
+loaded: dict[str, Codec] = {}
+"""By the paths of their tokenizers."""
 _loading = threading.Lock()
 
 
@@ -68,23 +69,23 @@ def load_codec(path: str) -> Codec:
         CodecError: Its format cannot be continued token by token.
     """
     # Without the lock, so that one that is here need not wait for another that loads.
-    if codec := _codecs.get(path):
+    if codec := loaded.get(path):
         return codec
     # One at a time: the imports of transformers are lazy and not safe from several threads.
     with _loading:
-        if path not in _codecs:
+        if path not in loaded:
             codec = _load(path)
             # A new checkpoint directory for every policy version mostly brings the tokenizer that is here.
             same = (
                 known
-                for known in _codecs.values()
+                for known in loaded.values()
                 if (known.digest, known.vocab_size, known.end_ids)
                 == (codec.digest, codec.vocab_size, codec.end_ids)
             )
-            _codecs[path] = next(same, codec)
-            if len(_codecs) > MAX_LOADED:
-                del _codecs[next(iter(_codecs))]
-        return _codecs[path]
+            loaded[path] = next(same, codec)
+            if len(loaded) > MAX_LOADED:
+                del loaded[next(iter(loaded))]
+        return loaded[path]
 
 
 def _load(path: str) -> Codec:

@@ -54,6 +54,11 @@ class Codec(ABC):
         self._obstacle: str | None = None
         """Why tools cannot be offered; empty = they can, None = not yet looked at."""
 
+    @property
+    def tokenizer(self) -> TokenizerGuard:
+        """What its ids are of."""
+        return self._guard
+
     def encode(self, text: str) -> list[int]:
         """Ids of what a model might say; names of control tokens in it are these tokens."""
         return self._guard.encode_as_is(text)

@@ -11,6 +11,7 @@ from workers.chores.batches import Batcher
 from workers.chores.memory import Memory
 from workers.chores.policy import Updater
 from workers.chores.reaper import Reaper
+from workers.chores.vocabulary import Vocabulary
 from workers.chores.watch import Watch
 from workers.chores.webhooks import Deliverer
 
@@ -27,5 +28,6 @@ CHORES: tuple[type[Chore], ...] = (
     Memory,
     LoopLag,
     Watch,
+    Vocabulary,
 )
 """All there are. A worker does those that its stages and settings call for; see `Chore.is_for`."""
