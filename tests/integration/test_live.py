@@ -14,11 +14,13 @@ from rollout.trajectory import Segment
 from services.gateway.auth import CACHE_S
 from services.state import keys
 from services.state.api_keys import KeyStore, Scope
+from services.state.fleet import FleetStore
 from tests.chaos.harness import Engine, diary_engine
 from tests.helpers.keys import http, metric
 from tests.helpers.live import Live
 from tests.helpers.sandboxes import stop_host
 from tests.helpers.stack import Stack, wait_until
+from workers.handlers.noop import Noop
 
 PATIENCE_S = 60
 
@@ -259,3 +261,19 @@ def test_a_hundred_viewers_cost_little_and_nobody_nothing(service, live):
     assert events > 100
     assert cores < 0.8
     service.client.cancel_many(ids)
+
+
+def test_a_stream_goes_on_where_redis_was_away(tmp_path):
+    env = {"ROLLOUT_SSE_HEARTBEAT_S": "2"}
+    with Stack(tmp_path, tmp_path / "s", env) as stack:
+        FleetStore(stack.redis.client).put_handlers([Noop().info()])
+        (item,) = stack.client.submit([RolloutRequest(handler="noop")])
+        with Live(stack.url, rollout=item.id, ids=item.id, topics="overview") as stream:
+            stream.until("states", lambda said: said[item.id]["state"] == "queued")
+            stack.redis.crash()
+            stream.until("", lambda said: said == "Redis is away")
+            stack.redis = stack.redis.restarted()
+            wait_until(lambda: stack.client.cancel(item.id) or True, PATIENCE_S, "Redis")
+            stream.until("states", lambda said: said[item.id]["state"] == "cancelled")
+            stream.until("rollout", lambda said: said["state"] == "cancelled")
+            assert not stream.over
