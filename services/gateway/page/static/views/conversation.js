@@ -134,7 +134,7 @@ function Message({ item, trajectory, chain, onTokens, found }) {
 }
 
 /** What is under way: what the running command has printed, or that the model is asked. */
-function Now({ output, state }) {
+export function Now({ output, state }) {
   if (output) {
     return html`<article class="msg msg-tool msg-live" aria-label="running command">
       <header>

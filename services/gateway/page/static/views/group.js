@@ -73,7 +73,7 @@ function Siblings({ rollouts, loaded, shared, picked, onPick, reference }) {
       const has = loaded.get(each.id);
       return html`<tr class=${picked.includes(each.id) ? "picked" : ""}>
         <td><input type="checkbox" checked=${picked.includes(each.id)} onChange=${() => onPick(each.id)} aria-label=${`compare rollout ${each.index}`} /></td>
-        <td><${Link} path=${["rollouts", each.id]}>#${each.index}<//></td>
+        <td><${Link} path=${["rollouts", each.id]} aria-label=${`#${each.index}, ${each.id}`}>#${each.index}<//></td>
         <td><${StateMark} state=${each.state} /></td><td><${Reward} value=${each.reward} drop=${each.drop} /></td>
         <td class="right num">${each.drop || each.reward == null ? "–" : deviation ? `${each.reward > mean ? "+" : ""}${fixed((each.reward - mean) / deviation, 2)}` : "0"}</td>
         <td>${each.drop && each.drop_reason ? each.drop_reason : each.finish_reason ? words(each.finish_reason) : "–"}</td>

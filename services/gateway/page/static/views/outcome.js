@@ -11,7 +11,7 @@ function Numbers({ values, signed = false }) {
   const names = Object.keys(values).sort();
   const most = Math.max(...names.map((name) => Math.abs(values[name])), 1e-9);
   return html`<table class="numbers"><tbody>
-    ${names.map((name) => html`<tr><th scope="row">${words(name)}</th><td class="right num">${digits(values[name])}</td>
+    ${names.map((name) => html`<tr><th scope="row">${name}</th><td class="right num">${digits(values[name])}</td>
       ${signed && html`<td class="numbers-bar" aria-hidden="true"><svg width="120" height="8"><rect class="rail" width="120" height="8" rx="2" />
         <rect class=${values[name] < 0 ? "below" : "level"} width=${(120 * Math.abs(values[name])) / most} height="8" rx="2" /></svg></td>`}</tr>`)}
   </tbody></table>`;

@@ -1,10 +1,10 @@
 // One rollout: its conversation, its tokens, when what happened, and how it came out; live while it runs.
 import { embedded, getBytes, hashOf, post, route } from "../api.js";
 import {
-  Ago, Dialog, Duration, ENDED_STATES, Empty, Failure, Head, Icon, Link, Loading, Reward, StateMark, Tabs, html, shortId, useCallback,
+  Ago, Dialog, Duration, ENDED_STATES, Empty, Failure, Head, Icon, Link, Loading, Reward, StateMark, Tabs, digits, html, shortId, useCallback,
   useEffect, useLive, useMemo, useRef, useState, words,
 } from "../ui.js";
-import { Conversation, Version } from "./conversation.js";
+import { Conversation, Now, Version } from "./conversation.js";
 import { CopyAs, SavePage, above, asPython, asRequest } from "./copies.js";
 import { Lanes } from "./lanes.js";
 import { Attempts, Outcome, ReceiptView } from "./outcome.js";
@@ -18,6 +18,8 @@ const ENDED = new Set(ENDED_STATES);
 const RELOAD_MS = 1000;
 /** Characters of a running command's output that are kept; its beginning is let go of. */
 const MOST_OUTPUT = 400_000;
+/** Of a reward, that the head has room for. */
+const MOST_PARTS = 3;
 const NO_TEXTS = new Vocabulary(null);
 
 /** A rollout that follows what the service says of it: `{data, error, status, output, reload}`. */
@@ -112,9 +114,11 @@ function CancelButton({ rollout, onDone }) {
 }
 
 function Summary({ rollout, trajectory }) {
+  const parts = Object.entries(rollout.reward_components ?? {});
   const facts = [
     ["state", html`<${StateMark} state=${rollout.state} />`],
     ["reward", html`<${Reward} value=${rollout.reward} drop=${rollout.drop} />`],
+    ["of", parts.length > 0 && parts.length <= MOST_PARTS && parts.map(([name, value]) => html`<span>${name} ${digits(value)}</span>`)],
     ["finish", rollout.finish_reason && words(rollout.finish_reason)],
     ["handler", html`${rollout.handler}${rollout.request.agent && html` <span class="tag">${rollout.request.agent.harness}</span>`}`],
     ["group", rollout.request.n > 1 || rollout.group_id !== rollout.id ? html`${above(rollout.group_id).length ? html`<${Link} path=${["groups", rollout.group_id]}>${shortId(rollout.group_id)}<//>` : shortId(rollout.group_id)} <span class="quiet">#${rollout.index}</span>` : null],
@@ -208,10 +212,10 @@ export function RolloutView({ params, query = {} }) {
   const tab = tabs.some((each) => each.id === place.tab) ? place.tab : "conversation";
   const chosen = trajectory && html`<${ChainChoice} trajectory=${trajectory} chain=${chain} onChoose=${(index) => go({ chain: index, at: -1 })} />`;
   const panels = {
-    conversation: () => chain || output
-      ? html`${chosen}${chain ? html`<${Conversation} key=${chain.index} trajectory=${trajectory} chain=${chain} length=${chain.length} output=${output} state=${rollout.state}
-          running=${running} onTokens=${(at) => go({ tab: "tokens", chain: chain.index, at })} />` : null}`
-      : html`<${Without} rollout=${rollout} />`,
+    conversation: () => chain
+      ? html`${chosen}<${Conversation} key=${chain.index} trajectory=${trajectory} chain=${chain} length=${chain.length} output=${output} state=${rollout.state}
+          running=${running} onTokens=${(at) => go({ tab: "tokens", chain: chain.index, at })} />`
+      : html`<${Without} rollout=${rollout} />${running && html`<${Now} output=${output} state=${rollout.state} />`}`,
     tokens: () => chain
       ? html`${chosen}<${Tokens} key=${chain.index} trajectory=${trajectory} chain=${chain} length=${chain.length} vocabulary=${vocabulary} at=${place.at} onChoose=${(at) => go({ at })} />`
       : html`<${Without} rollout=${rollout} />`,
