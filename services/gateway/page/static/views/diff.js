@@ -31,12 +31,10 @@ export function readDiff(text) {
       [oldLeft, nowLeft] = [Number(hunk[2] ?? 1), Number(hunk[4] ?? 1)];
       file.lines.push({ kind: "hunk", text: line });
     } else if (inHunk && line.startsWith("+")) {
-      file.added += 1;
-      nowLeft -= 1;
+      [file.added, nowLeft] = [file.added + 1, nowLeft - 1];
       file.lines.push({ kind: "added", text: line.slice(1), now: now++ });
     } else if (inHunk && line.startsWith("-")) {
-      file.removed += 1;
-      oldLeft -= 1;
+      [file.removed, oldLeft] = [file.removed + 1, oldLeft - 1];
       file.lines.push({ kind: "removed", text: line.slice(1), old: old++ });
     } else if (inHunk && !line.startsWith("\\")) {
       [oldLeft, nowLeft] = [oldLeft - 1, nowLeft - 1];
@@ -50,6 +48,9 @@ export function readDiff(text) {
 
 const SIGN = { added: "+", removed: "−", same: " ", hunk: " ", meta: " " };
 
+const Counts = ({ added, removed }) =>
+  html`<span class="added">+${exact(added)}</span> <span class="removed">−${exact(removed)}</span>`;
+
 /** A patch to read. */
 export function Diff({ text }) {
   const files = useMemo(() => readDiff(text), [text]);
@@ -58,31 +59,20 @@ export function Diff({ text }) {
   const [added, removed] = ["added", "removed"].map((kind) => files.reduce((sum, file) => sum + file[kind], 0));
   let left = most;
   return html`<div class="diff">
-    <p class="diff-sum">
-      ${exact(files.length)} ${files.length === 1 ? "file" : "files"} ·
-      <span class="added">+${exact(added)}</span> <span class="removed">−${exact(removed)}</span>
-    </p>
+    <p class="diff-sum">${exact(files.length)} ${files.length === 1 ? "file" : "files"}: <${Counts} added=${added} removed=${removed} /></p>
     ${files.map((file) => {
       const shown = file.lines.slice(0, Math.max(0, left));
       left -= shown.length;
       if (!shown.length) return null;
       return html`<details open class="diff-file">
-        <summary>
-          <span class="path" dir="ltr">${visible(file.name) || "patch"}</span>
-          <span class="added"> +${exact(file.added)}</span> <span class="removed">−${exact(file.removed)}</span>
-        </summary>
+        <summary><span dir="ltr">${visible(file.name) || "patch"}</span> <${Counts} ...${file} /></summary>
         <div class="diff-lines" tabindex="0" role="group" aria-label=${`changes of ${file.name || "the patch"}`}>
-          ${shown.map(
-            (line) => html`<div class="diff-line ${line.kind}">
-              <span class="number" aria-hidden="true">${line.old ?? ""}</span
-              ><span class="number" aria-hidden="true">${line.now ?? ""}</span><span class="sign">${SIGN[line.kind]}</span
-              ><span class="code">${visible(line.text.slice(0, MOST_LINE_CHARS))}${line.text.length > MOST_LINE_CHARS && " …"}</span>
-            </div>`,
-          )}
-        </div>
-      </details>`;
+          ${shown.map((line) => html`<div class="diff-line ${line.kind}">
+            <span class="number" aria-hidden="true">${line.old ?? ""}</span><span class="number" aria-hidden="true">${line.now ?? ""}</span>
+            <span class="sign">${SIGN[line.kind]}</span>
+            <span class="code">${visible(line.text.slice(0, MOST_LINE_CHARS))}${line.text.length > MOST_LINE_CHARS && " …"}</span></div>`)}
+        </div></details>`;
     })}
-    ${total > most &&
-    html`<button type="button" class="bare" onClick=${() => setMost(most + 2000)}>Show more (${exact(total - most)} lines)</button>`}
+    ${total > most && html`<button type="button" class="bare" onClick=${() => setMost(most + 2000)}>Show more (${exact(total - most)} lines)</button>`}
   </div>`;
 }

@@ -77,8 +77,8 @@ function Siblings({ rollouts, loaded, shared, picked, onPick, reference }) {
         <td><${StateMark} state=${each.state} /></td><td><${Reward} value=${each.reward} drop=${each.drop} /></td>
         <td class="right num">${each.drop || each.reward == null ? "–" : deviation ? `${each.reward > mean ? "+" : ""}${fixed((each.reward - mean) / deviation, 2)}` : "0"}</td>
         <td>${each.drop && each.drop_reason ? each.drop_reason : each.finish_reason ? words(each.finish_reason) : "–"}</td>
-        <td class="right num">${each.metrics?.turns != null ? exact(each.metrics.turns) : has?.trajectory ? exact(has.trajectory.turns) : "–"}</td>
-        <td class="right num">${each.metrics?.sampled_tokens != null ? exact(each.metrics.sampled_tokens) : has?.trajectory ? exact(has.trajectory.sampled) : "–"}</td>
+        <td class="right num">${each.metrics?.turns != null ? exact(each.metrics.turns) : has?.trajectory ? exact(has.trajectory.total("turns")) : "–"}</td>
+        <td class="right num">${each.metrics?.sampled_tokens != null ? exact(each.metrics.sampled_tokens) : has?.trajectory ? exact(has.trajectory.total("sampled")) : "–"}</td>
         <td>${has?.trajectory ? html`<span class="versions">${has.trajectory.versions.map((_, at) => html`<${Version} at=${at} trajectory=${has.trajectory} />`)}</span>` : each.policy_versions.join(", ") || "–"}</td>
         <td class="right num">${each.index === reference ? "reference" : shared.has(each.id) ? exact(shared.get(each.id)) : "–"}</td>
         <td class="right num"><${Duration} from=${each.created_at} to=${each.finished_at} /></td>

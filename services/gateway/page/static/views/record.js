@@ -11,15 +11,9 @@ const WIDTHS = { 4: Float32Array, 8: Float64Array };
 /** One chain: all its ids, a log-prob for each, and the segments that say what they are. */
 export class Chain {
   constructor({ role = "agent", parent = null } = {}, index = 0) {
-    this.role = role;
-    this.parent = parent;
-    this.index = index;
-    this.segments = [];
+    Object.assign(this, { role, parent, index, segments: [], length: 0, sampled: 0, turns: 0 });
     this.ids = new Int32Array(0);
     this.logprobs = new Float64Array(0);
-    this.length = 0;
-    this.sampled = 0;
-    this.turns = 0;
   }
 
   /** Take a segment's ids, and its log-probs where it was sampled (otherwise null). */
@@ -38,15 +32,8 @@ export class Chain {
     if (segment.sampled && !goesOn) this.turns += 1;
     if (segment.sampled) this.sampled += tokens;
     this.segments.push({
-      ...segment,
-      messages: segment.messages ?? [],
-      token_ids: undefined,
-      logprobs: undefined,
-      index: this.segments.length,
-      start: this.length,
-      end: this.length + tokens,
-      turn: this.turns,
-      goesOn,
+      ...segment, token_ids: undefined, logprobs: undefined, messages: segment.messages ?? [], goesOn,
+      index: this.segments.length, start: this.length, end: this.length + tokens, turn: this.turns,
       version: segment.sampled ? version : -1,
     });
     this.length += tokens;
@@ -55,11 +42,11 @@ export class Chain {
   grow(length) {
     if (length <= this.ids.length) return;
     const room = Math.max(length, 2 * this.ids.length, 1024);
-    const ids = new Int32Array(room);
-    const logprobs = new Float64Array(room);
-    ids.set(this.ids.subarray(0, this.length));
-    logprobs.set(this.logprobs.subarray(0, this.length));
-    [this.ids, this.logprobs] = [ids, logprobs];
+    for (const name of ["ids", "logprobs"]) {
+      const wider = new this[name].constructor(room);
+      wider.set(this[name].subarray(0, this.length));
+      this[name] = wider;
+    }
   }
 
   /** The segment that a position lies in. */
@@ -92,22 +79,7 @@ export function commonPrefix(one, other) {
 /** All chains of a rollout, and what else its record says. */
 export class Trajectory {
   constructor(document = {}) {
-    Object.assign(this, {
-      warnings: [],
-      unread: [],
-      artifacts: {},
-      calls: [],
-      receipt: null,
-      tokenizer: null,
-      finish_reason: null,
-      ...document,
-    });
-    this.warnings ??= [];
-    this.unread ??= [];
-    this.artifacts ??= {};
-    this.calls ??= [];
-    this.chains = [];
-    this.versions = [];
+    Object.assign(this, { warnings: [], unread: [], artifacts: {}, calls: [], ...document, chains: [], versions: [] });
   }
 
   /** From JSON with lists, as running rollouts come. */
@@ -121,18 +93,14 @@ export class Trajectory {
   }
 
   static async fromRecord(record) {
-    if (record.v > RECORD_VERSION) {
-      throw new Error(`This record has version ${record.v}; this page reads up to ${RECORD_VERSION}: load it anew.`);
-    }
+    readable("record", record.v, RECORD_VERSION);
     const document = JSON.parse(typeof record.document === "string" ? record.document : await inflate(record.document));
     const trajectory = new Trajectory(document);
     trajectory.versions = record.versions;
     trajectory.chains = record.chains.map((packed, index) => {
       const chain = new Chain(document.chains[index], index);
       chain.ids = view(packed.ids, Int32Array);
-      packed.runs.forEach(([tokens, version], place) =>
-        chain.enter(document.chains[index].segments[place], tokens, version),
-      );
+      packed.runs.forEach(([tokens, version], at) => chain.enter(document.chains[index].segments[at], tokens, version));
       const sampled = view(packed.logprobs, WIDTHS[packed.width]);
       chain.logprobs = new Float64Array(chain.length);
       chain.logprobs.set(sampled, chain.length - sampled.length);
@@ -164,18 +132,19 @@ export class Trajectory {
     return true;
   }
 
-  get turns() {
-    return this.chains.reduce((sum, chain) => sum + chain.turns, 0);
-  }
-
-  get sampled() {
-    return this.chains.reduce((sum, chain) => sum + chain.sampled, 0);
+  /** The sum of a number of all chains: `length`, `sampled`, `turns`. */
+  total(name) {
+    return this.chains.reduce((sum, chain) => sum + chain[name], 0);
   }
 
   /** The part of the tokenizer's name by which its texts are kept. */
   get digest() {
     return this.tokenizer ? this.tokenizer.slice(this.tokenizer.lastIndexOf("@") + 1) : null;
   }
+}
+
+function readable(what, version, newest) {
+  if (version > newest) throw new Error(`This ${what} has version ${version}; this page reads up to ${newest}: load it anew.`);
 }
 
 function view(raw, Numbers) {
@@ -191,11 +160,9 @@ async function inflate(bytes) {
 
 /** The rollout of an answer about one: `{rollout, trajectory}`, the latter null where there is none. */
 export async function readRollout(bytes) {
-  if (bytes[0] === 0x7b) return withLists(JSON.parse(new TextDecoder().decode(bytes)));
+  if (bytes[0] === 0x7b) return withLists(JSON.parse(new TextDecoder().decode(bytes))); // it is JSON
   const answer = decode(bytes);
-  if (answer.v > ANSWER_VERSION) {
-    throw new Error(`This answer has version ${answer.v}; this page reads up to ${ANSWER_VERSION}: load it anew.`);
-  }
+  readable("answer", answer.v, ANSWER_VERSION);
   const rollout = JSON.parse(answer.json);
   if (!answer.records.length) return withLists(rollout);
   return { rollout, trajectory: await Trajectory.fromRecord(answer.records[0]) };

@@ -41,36 +41,28 @@ export function layOut(chain, vocabulary, width, gutter, measure) {
 export class Strip {
   /** `shown(position, why)` is told of the token under the pointer (`hover`) and of the chosen one (`chosen`). */
   constructor({ scroller, canvas, map, shown }) {
-    Object.assign(this, { scroller, canvas, map, shown });
-    this.chosen = -1;
-    this.hovered = -1;
-    this.hits = null;
-    this.mode = "version";
+    Object.assign(this, { scroller, canvas, map, shown, chosen: -1, hovered: -1, hits: null, mode: "version" });
     this.pen = canvas.getContext("2d");
-    this.undo = [];
-    this.listen(scroller, "scroll", () => this.later());
-    this.listen(canvas, "pointermove", (event) => this.hover(this.find(event)));
-    this.listen(canvas, "pointerleave", () => this.hover(-1));
-    this.listen(canvas, "click", (event) => this.choose(this.find(event)));
-    this.listen(scroller, "keydown", (event) => this.key(event));
-    this.listen(map, "pointerdown", (event) => this.travel(event));
-    this.listen(map, "pointermove", (event) => event.buttons && this.travel(event));
-    const resized = new ResizeObserver(() => this.resize());
-    resized.observe(scroller);
-    const themed = new MutationObserver(() => this.repaint());
-    themed.observe(document.documentElement, { attributes: true });
-    const dark = matchMedia("(prefers-color-scheme: dark)");
-    this.listen(dark, "change", () => this.repaint());
-    this.undo.push(() => resized.disconnect(), () => themed.disconnect(), () => cancelAnimationFrame(this.frame));
-  }
-
-  listen(target, name, act) {
-    target.addEventListener(name, act);
-    this.undo.push(() => target.removeEventListener(name, act));
+    this.mapPen = map.getContext("2d", { willReadFrequently: true });
+    this.open = new AbortController();
+    const on = (target, name, act) => target.addEventListener(name, act, { signal: this.open.signal });
+    on(scroller, "scroll", () => this.later());
+    on(canvas, "pointermove", (event) => this.hover(this.find(event)));
+    on(canvas, "pointerleave", () => this.hover(-1));
+    on(canvas, "click", (event) => this.choose(this.find(event)));
+    on(scroller, "keydown", (event) => this.key(event));
+    on(map, "pointerdown", (event) => this.travel(event));
+    on(map, "pointermove", (event) => event.buttons && this.travel(event));
+    on(matchMedia("(prefers-color-scheme: dark)"), "change", () => this.repaint());
+    on(window, "themechange", () => this.repaint());
+    this.resized = new ResizeObserver(() => this.resize());
+    this.resized.observe(scroller);
   }
 
   close() {
-    this.undo.forEach((act) => act());
+    this.open.abort();
+    this.resized.disconnect();
+    cancelAnimationFrame(this.frame);
   }
 
   show(chain, vocabulary) {
@@ -90,7 +82,7 @@ export class Strip {
     if (!this.chain) return;
     const [width, height] = [this.scroller.clientWidth, this.scroller.clientHeight];
     if (!width || !height) return;
-    const scale = devicePixelRatio || 1;
+    const scale = devicePixelRatio;
     const top = this.layout && !anyway ? this.layout.rows[this.topRow()] : -1;
     if (anyway || this.width !== width || this.layout?.length !== this.chain.length) {
       this.font = `12.5px ${getComputedStyle(this.scroller).fontFamily}`;
@@ -136,10 +128,7 @@ export class Strip {
     const pen = tile.getContext("2d");
     pen.strokeStyle = read("--tok-hatch");
     pen.beginPath();
-    for (const from of [-6, 0, 6]) {
-      pen.moveTo(from, 6);
-      pen.lineTo(from + 6, 0);
-    }
+    for (const from of [-6, 0, 6]) pen.moveTo(from, 6), pen.lineTo(from + 6, 0);
     pen.stroke();
     this.colours = {
       versions: Array.from({ length: HUES }, (_, at) => read(`--v${at}`)),
@@ -155,7 +144,7 @@ export class Strip {
     if (!this.layout || !this.width) return;
     const { pen, layout, scroller } = this;
     const colours = this.palette();
-    const scale = devicePixelRatio || 1;
+    const scale = devicePixelRatio;
     pen.setTransform(scale, 0, 0, scale, 0, 0);
     pen.clearRect(0, 0, this.width, this.height);
     pen.font = this.font;
@@ -223,19 +212,17 @@ export class Strip {
 
   /** All rows in one column of the window's height: the shape of the whole chain. */
   drawMap() {
-    const { map, layout } = this;
-    const pen = (this.mapPen = map.getContext("2d", { willReadFrequently: true }));
-    pen.setTransform(1, 0, 0, 1, 0, 0);
+    const { map, layout, mapPen: pen } = this;
     pen.clearRect(0, 0, map.width, map.height);
     const rows = layout.rows.length;
-    const each = Math.min(ROW * (devicePixelRatio || 1), map.height / rows);
+    const each = Math.min(ROW * devicePixelRatio, map.height / rows);
     this.mapHeight = each * rows;
     for (const segment of this.chain.segments) {
       if (segment.start === segment.end) continue;
-      const from = layout.rowOf[segment.start];
-      const to = layout.rowOf[segment.end - 1] + 1;
+      const [from, rowsOf] = [layout.rowOf[segment.start], layout.rowOf[segment.end - 1] + 1 - layout.rowOf[segment.start]];
+      const left = segment.sampled ? 0 : map.width / 2;
       pen.fillStyle = segment.sampled ? this.colours.versions[segment.version % HUES] : this.colours.given;
-      pen.fillRect(segment.sampled ? 0 : map.width / 2, from * each, map.width / (segment.sampled ? 1 : 2), Math.max(0.5, (to - from) * each));
+      pen.fillRect(left, from * each, map.width - left, Math.max(0.5, rowsOf * each));
     }
     if (this.hits) {
       pen.fillStyle = this.colours.hit;
@@ -255,8 +242,7 @@ export class Strip {
   }
 
   travel(event) {
-    const scale = devicePixelRatio || 1;
-    const share = (event.offsetY * scale) / this.mapHeight;
+    const share = (event.offsetY * devicePixelRatio) / this.mapHeight;
     this.scroller.scrollTop = share * this.layout.height - this.height / 2;
   }
 

@@ -43,14 +43,9 @@ function spans(text) {
 
 /** Named colours are classes, so that they fit the page's; others are lightened until they can be read. */
 function paint(colour, side, words, style) {
-  if (!colour) return;
-  const named = colour.type === "named" ? colour.name : null;
-  if (named) {
-    words.push(`t-${side}-${named}`);
-    return;
-  }
-  const value = palette.value(colour);
-  const rgb = value?.match(/[\da-f]{2}/gi)?.map((part) => Number.parseInt(part, 16));
+  if (colour?.type === "named") words.push(`t-${side}-${colour.name}`);
+  if (!colour || colour.type === "named") return;
+  const rgb = palette.value(colour)?.match(/[\da-f]{2}/gi)?.map((part) => Number.parseInt(part, 16));
   if (!rgb || rgb.length !== 3) return;
   const bright = 0.2126 * rgb[0] + 0.7152 * rgb[1] + 0.0722 * rgb[2];
   const share = side === "fg" ? Math.max(0, 150 - bright) / 255 : -Math.max(0, bright - 60) / 255;
@@ -67,9 +62,7 @@ export function Terminal({ text, owner = null, name = "output", label = "output"
   const begin = useMemo(() => spans(head), [head]);
   const end = useMemo(() => spans(broken ? tail.replace(/^[\d;]*[A-Za-z]/, "") : tail), [tail]);
   const cursor = running && html`<span class="cursor" aria-hidden="true"> </span>`;
-  return html`<div class="terminal" role="group" aria-label=${label} dir="ltr">
-    <span class="screen">${begin}</span>${hidden > 0 &&
-    html`<${More} hidden=${hidden} text=${text} more=${more} name=${name} />`}${tail &&
-    html`<span class="screen">${end}</span>`}${cursor}${!text && !running && html`<span class="quiet">no output</span>`}
-  </div>`;
+  return html`<div class="terminal" role="group" aria-label=${label} dir="ltr"><span class="screen">${begin}</span>
+    ${hidden > 0 && html`<${More} hidden=${hidden} text=${text} more=${more} name=${name} />`}
+    ${tail && html`<span class="screen">${end}</span>`}${cursor}${!text && !running && html`<span class="quiet">no output</span>`}</div>`;
 }

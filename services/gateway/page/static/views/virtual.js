@@ -13,9 +13,7 @@ const toEnd = () => window.scrollTo(0, document.documentElement.scrollHeight);
  * `follow` stays at the end while items come and grow, as long as the reader is there.
  */
 export function VirtualList({ items, render, estimate, label, handle, follow = false }) {
-  const list = useRef();
-  const made = useRef();
-  const latest = useRef();
+  const [list, made, latest] = [useRef(), useRef(), useRef()];
   const [atEnd, setAtEnd] = useState(false);
   const [margin, setMargin] = useState(0);
   const [, redraw] = useReducer((n) => n + 1, 0);
@@ -64,18 +62,9 @@ export function VirtualList({ items, render, estimate, label, handle, follow = f
     ${seen.map((place) => {
       const item = items[place.index];
       if (!item) return null;
-      return html`<div
-        class="virtual-item"
-        role="listitem"
-        key=${place.key}
-        data-index=${place.index}
-        aria-setsize=${items.length}
-        aria-posinset=${place.index + 1}
-        ref=${virtual.measureElement}
-        style=${{ transform: `translateY(${place.start - margin}px)` }}
-      >
-        ${render(item, place.index)}
-      </div>`;
+      return html`<div class="virtual-item" role="listitem" key=${place.key} data-index=${place.index}
+        aria-setsize=${items.length} aria-posinset=${place.index + 1} ref=${virtual.measureElement}
+        style=${{ transform: `translateY(${place.start - margin}px)` }}>${render(item, place.index)}</div>`;
     })}
   </div>`;
 }

@@ -49,8 +49,7 @@ const asked = new WeakMap();
 
 /** How much of an object's text somebody asked for: kept beside it, for virtual lists forget what they do not show. */
 export function useMore(owner, name, lines = FIRST_LINES) {
-  const kept = owner && asked.get(owner)?.[name];
-  const [size, setSize] = useState(kept ?? { chars: Math.min(FIRST_CHARS, lines * LINE_CHARS), lines });
+  const [size, setSize] = useState((owner && asked.get(owner)?.[name]) ?? { chars: Math.min(FIRST_CHARS, lines * LINE_CHARS), lines });
   const more = () => {
     const next = { chars: Math.min(MOST_CHARS, size.chars + MORE_CHARS), lines: size.lines + MORE_LINES };
     if (owner) asked.set(owner, { ...asked.get(owner), [name]: next });
@@ -63,20 +62,15 @@ export function useMore(owner, name, lines = FIRST_LINES) {
 export function Words({ text, owner = null, name = "text", kind = "", lines }) {
   const [size, more] = useMore(owner, name, lines);
   const { head, hidden } = cut(text, size.chars, size.lines);
-  return html`<div class="words ${kind}" dir="auto">
-    ${visible(head)}${hidden > 0 && html`<${More} hidden=${hidden} text=${text} more=${size.chars < MOST_CHARS && more} name=${name} />`}
-  </div>`;
+  return html`<div class="words ${kind}" dir="auto">${visible(head)}${hidden > 0 &&
+    html`<${More} hidden=${hidden} text=${text} more=${size.chars < MOST_CHARS && more} name=${name} />`}</div>`;
 }
 
 export function More({ hidden, text, more, name }) {
-  return html`<span class="more"
-    >… ${exact(hidden)} more characters
+  const whole = () => save(new Blob([text], { type: "text/plain" }), `${name}.txt`);
+  return html`<span class="more">… ${exact(hidden)} more characters
     ${more && html`<button type="button" class="bare" onClick=${more}>Show more</button>`}
-    ${text.length > MORE_CHARS &&
-    html`<button type="button" class="bare" onClick=${() => save(new Blob([text], { type: "text/plain" }), `${name}.txt`)}>
-      Save all
-    </button>`}</span
-  >`;
+    ${text.length > MORE_CHARS && html`<button type="button" class="bare" onClick=${whole}>Save all</button>`}</span>`;
 }
 
 /** Give a file to the browser. */
@@ -89,9 +83,7 @@ export function save(blob, name) {
 }
 
 /** A whole number with all its digits. */
-export function exact(number) {
-  return number == null ? "–" : Math.round(number).toLocaleString("en");
-}
+export const exact = (number) => (number == null ? "–" : Math.round(number).toLocaleString("en"));
 
 /** A number with so many decimals; a minus is a minus, and nothing below zero is not zero. */
 export function fixed(number, digits = 3) {
