@@ -67,7 +67,7 @@ export function Version({ at, trajectory }) {
 
 function Meta({ item, trajectory, chain, onTokens }) {
   const { tokens } = item;
-  if (item.unread) return html`<span class="msg-meta">no model call has read it: a limit ended the rollout</span>`;
+  if (item.unread) return html`<span class="msg-meta">${trajectory.finish_reason ? "no model call has read it: a limit ended the rollout" : "not read by a model call yet"}</span>`;
   if (!item.first) return null;
   const { start, end, versions, segment } = tokens;
   const call = tokens.timed;

@@ -16,6 +16,7 @@ import { Words, exact } from "./words.js";
 
 const ENDED = new Set(ENDED_STATES);
 const RELOAD_MS = 1000;
+const TIMES_MS = 10_000;
 /** Characters of a running command's output that are kept; its beginning is let go of. */
 const MOST_OUTPUT = 400_000;
 /** Of a reward, that the head has room for. */
@@ -39,6 +40,7 @@ function useRollout(id) {
     try {
       mine.data = await readRollout(await getBytes(`/v1/rollouts/${encodeURIComponent(id)}`));
       setData(mine.data);
+      setOutput((now) => (now?.running ? now : null));
       setError(null);
     } catch (problem) {
       setError(problem);
@@ -118,7 +120,7 @@ function Summary({ rollout, trajectory }) {
   const facts = [
     ["state", html`<${StateMark} state=${rollout.state} />`],
     ["reward", html`<${Reward} value=${rollout.reward} drop=${rollout.drop} />`],
-    ["of", parts.length > 0 && parts.length <= MOST_PARTS && parts.map(([name, value]) => html`<span>${name} ${digits(value)}</span>`)],
+    ["parts", parts.length > 0 && parts.length <= MOST_PARTS && parts.map(([name, value]) => html`<span><span class="quiet">${name}</span> ${digits(value)}</span>`)],
     ["finish", rollout.finish_reason && words(rollout.finish_reason)],
     ["handler", html`${rollout.handler}${rollout.request.agent && html` <span class="tag">${rollout.request.agent.harness}</span>`}`],
     ["group", rollout.request.n > 1 || rollout.group_id !== rollout.id ? html`${above(rollout.group_id).length ? html`<${Link} path=${["groups", rollout.group_id]}>${shortId(rollout.group_id)}<//>` : shortId(rollout.group_id)} <span class="quiet">#${rollout.index}</span>` : null],
@@ -183,6 +185,13 @@ export function RolloutView({ params, query = {} }) {
     addEventListener("hashchange", moved);
     return () => removeEventListener("hashchange", moved);
   }, []);
+  useEffect(() => document.getElementById(`tab-${place.tab}`)?.scrollIntoView({ block: "nearest", inline: "nearest" }), [place.tab, data === null]);
+  const open = data && !ENDED.has(data.rollout.state);
+  useEffect(() => {
+    // Times of calls come with the trajectory, and not with its turns.
+    const again = open && place.tab === "timeline" ? setInterval(reload, TIMES_MS) : null;
+    return () => clearInterval(again);
+  }, [open, place.tab, reload]);
   const go = useCallback((change) => {
     setPlace((before) => {
       const next = { ...before, ...change };

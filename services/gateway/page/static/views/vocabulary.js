@@ -7,8 +7,8 @@ const HIDDEN = /[\u0000-\u001f\u007f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060
 const kept = new Map();
 
 export class Vocabulary {
-  constructor(texts) {
-    this.texts = texts;
+  constructor(texts, loaded = false) {
+    Object.assign(this, { texts, loaded });
     this.cells = new Map();
   }
 
@@ -48,11 +48,10 @@ export function loadVocabulary(digest) {
   if (!digest) return Promise.resolve(new Vocabulary(null));
   if (!kept.has(digest)) {
     const asked = get(`/v1/tokenizers/${encodeURIComponent(digest)}`).then(
-      ({ texts }) => new Vocabulary(texts),
-      (problem) => {
-        // It may come, with the first rollout that a worker does; it is worth asking again.
-        kept.delete(digest);
-        return Object.assign(new Vocabulary(null), { problem });
+      ({ texts }) => new Vocabulary(texts, true),
+      () => {
+        kept.delete(digest); // a worker may write it yet
+        return new Vocabulary(null, true);
       },
     );
     kept.set(digest, asked);
