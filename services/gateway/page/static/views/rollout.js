@@ -16,7 +16,6 @@ import { Words, exact } from "./words.js";
 
 const ENDED = new Set(ENDED_STATES);
 const RELOAD_MS = 1000;
-const TIMES_MS = 10_000;
 /** Characters of a running command's output that are kept; its beginning is let go of. */
 const MOST_OUTPUT = 400_000;
 /** Of a reward, that the head has room for. */
@@ -186,12 +185,6 @@ export function RolloutView({ params, query = {} }) {
     return () => removeEventListener("hashchange", moved);
   }, []);
   useEffect(() => document.getElementById(`tab-${place.tab}`)?.scrollIntoView({ block: "nearest", inline: "nearest" }), [place.tab, data === null]);
-  const open = data && !ENDED.has(data.rollout.state);
-  useEffect(() => {
-    // Times of calls come with the trajectory, and not with its turns.
-    const again = open && place.tab === "timeline" ? setInterval(reload, TIMES_MS) : null;
-    return () => clearInterval(again);
-  }, [open, place.tab, reload]);
   const go = useCallback((change) => {
     setPlace((before) => {
       const next = { ...before, ...change };
