@@ -194,7 +194,8 @@ export function Ago({ at }) {
   if (!at) return html`<span class="quiet">–</span>`;
   const past = Math.max(0, now - at);
   const text = past < 2 ? "now" : span(past < 60 ? Math.floor(past) : past).replace(/ \d+[sm]$/, "");
-  return html`<time class="num" datetime=${new Date(at * 1000).toISOString()} title=${clock(at)}>${text}${past >= 2 && html`<span class="ago"> ago</span>`}</time>`;
+  return html`<time class="num" datetime=${new Date(at * 1000).toISOString()} title=${clock(at)}>${text}${
+    past >= 2 && html`<span class="ago"> ago</span>`}</time>`;
 }
 
 /** `seconds`, or from `from` until now while `to` is null. */
@@ -249,7 +250,8 @@ const ICONS = {
   copy: "M5.5 5.5v-3h8v8h-3M2.5 5.5h8v8h-8z",
   check: "m3 8.5 3.3 3.3L13 4.8",
   search: "M7 11.5a4.5 4.5 0 1 0 0-9 4.5 4.5 0 0 0 0 9zM10.3 10.3l3.2 3.2",
-  sun: "M8 10.8a2.8 2.8 0 1 0 0-5.6 2.8 2.8 0 0 0 0 5.6zM8 1.5v1.3M8 13.2v1.3M1.5 8h1.3M13.2 8h1.3M3.4 3.4l.9.9M11.7 11.7l.9.9M3.4 12.6l.9-.9M11.7 4.3l.9-.9",
+  sun: "M8 10.8a2.8 2.8 0 1 0 0-5.6 2.8 2.8 0 0 0 0 5.6zM8 1.5v1.3M8 13.2v1.3M1.5 8h1.3M13.2 8h1.3" +
+    "M3.4 3.4l.9.9M11.7 11.7l.9.9M3.4 12.6l.9-.9M11.7 4.3l.9-.9",
   moon: "M13 9.7A5.5 5.5 0 0 1 6.3 3a5.5 5.5 0 1 0 6.7 6.7z",
   help: "M6 6a2 2 0 1 1 2.9 1.8c-.6.3-.9.7-.9 1.4M8 11.6v.2",
   out: "M6.5 2.5h-4v11h4M6.5 8h7M10.8 5.3 13.5 8l-2.7 2.7",
@@ -280,6 +282,12 @@ export function Tabs({ tabs, selected, onSelect, label = "Parts of this view" })
   </div>`;
 }
 
+/** The head of a table: `name`, or `[name, classes]`. */
+export const headings = (...columns) => html`<thead><tr>${columns.map((column) => {
+  const [name, classes] = [].concat(column);
+  return html`<th class=${classes} key=${name}>${name}</th>`;
+})}</tr></thead>`;
+
 /** A name and what it says, for the line of facts at the top of a view. */
 export const Stat = ({ name, children }) => html`<div class="stat"><span class="stat-name">${name}</span><span>${children}</span></div>`;
 
@@ -293,7 +301,8 @@ export function tally(names) {
 export function Bars({ rows, tone = "" }) {
   const most = Math.max(1, ...rows.map((row) => row.value));
   return html`<ul class="bars">${rows.map((row) => html`<li key=${row.name}>
-    <span class="clip">${row.link ? html`<${Link} ...${row.link}>${row.name}<//>` : row.name}${row.note && html` <span class="quiet">${row.note}</span>`}</span>
+    <span class="clip">${row.link ? html`<${Link} ...${row.link}>${row.name}<//>` : row.name}${
+      row.note && html` <span class="quiet">${row.note}</span>`}</span>
     <span class="num">${count(row.value)}</span>
     <span class="bar ${row.tone ?? tone}"><i style=${{ width: `${(100 * row.value) / most}%` }}></i></span></li>`)}</ul>`;
 }

@@ -1,6 +1,6 @@
 // Batches of dynamic sampling: the list, and one as the funnel that it is.
 import {
-  html, useState, useEffect, useRef, Ago, Answered, Bars, Copy, count, digits, Duration, Empty, Head, Icon, Link, percent, plural, shortId,
+  html, useState, useEffect, useRef, Ago, Answered, Bars, Copy, count, digits, Duration, Empty, Head, headings, Link, plural, shortId,
   StateMark, Stat, useGet, useLive, useRowKeys, useSoon, words,
 } from "../ui.js";
 import { get } from "../api.js";
@@ -12,7 +12,8 @@ const decided = (b) => b.kept + b.filtered + b.failed + b.cancelled;
 const stateOf = (b) => (b.paused && b.state === "running" ? "paused" : b.state);
 
 /** Kept of wanted, as a bar with the numbers beside it. */
-const Kept = ({ batch: b }) => html`<span class="kept"><span class="bar ok"><i style=${{ width: percent(Math.min(1, b.kept / b.wanted)).replace(" ", "") }}></i></span>
+const Kept = ({ batch: b }) => html`<span class="kept">
+  <span class="bar ok"><i style=${{ width: `${Math.min(100, (100 * b.kept) / b.wanted)}%` }}></i></span>
   <span class="num">${count(b.kept)}<span class="quiet"> of ${count(b.wanted)}</span></span></span>`;
 
 export function BatchesView() {
@@ -38,20 +39,22 @@ export function BatchesView() {
   return html`<${Head} title="Batches" status=${status} />
     <${Answered} answer=${answer} what="Loading batches">${({ batches }) => batches.length
       ? html`<section class="card flush" aria-label="Batches"><table class="list" ref=${table}>
-          <thead><tr><th>State</th><th>Batch</th><th>Kept</th><th class="right wide">Not kept</th><th class="wider">Why</th><th class="right wide">Under way</th>
-            <th class="right wider">Carried in, out</th><th class="right wide">Took</th><th class="right narrow">Created</th></tr></thead>
+          ${headings("State", "Batch", "Kept", ["Not kept", "right wide"], ["Why", "wider"], ["Under way", "right wide"],
+            ["Carried in, out", "right wider"], ["Took", "right wide"], ["Created", "right narrow"])}
           <tbody>${batches.map((old) => fresh[old.id] ?? old).map((b) => html`<tr key=${b.id}>
             <td><${StateMark} state=${stateOf(b)} /></td>
             <td class="id"><${Link} path=${["batches", b.id]} class="whole mono" data-row=${b.id} title=${b.id}>${shortId(b.id)}<//>
               <span class="above"><${Copy} text=${b.id} label="Copy the id" /></span></td>
             <td><${Kept} batch=${b} /></td>
             <td class="right num wide">${count(decided(b) - b.kept)}</td>
-            <td class="wider quiet"><span class="clip">${Object.entries(b.reasons).map(([reason, n]) => `${words(reason)} ${n}`).join(", ")}</span></td>
+            <td class="wider quiet"><span class="clip">${
+              Object.entries(b.reasons).map(([reason, n]) => `${words(reason)} ${n}`).join(", ")}</span></td>
             <td class="right num wide">${count(b.open)} <span class="quiet">groups, ${count(b.in_flight)} rollouts</span></td>
             <td class="right num wider">${count(b.carried_in)}, ${count(b.carried_out)}</td>
             <td class="right wide"><${Duration} from=${b.created_at} to=${b.finished_at} /></td>
             <td class="right quiet narrow"><${Ago} at=${b.created_at} /></td></tr>`)}</tbody></table></section>`
-      : html`<section class="card"><${Empty} title="No batches yet">A batch samples groups of rollouts until enough informative ones are kept. Start one with
+      : html`<section class="card"><${Empty} title="No batches yet">
+          A batch samples groups of rollouts until enough informative ones are kept. Start one with
           <code>client.batch(BatchRequest(prompts=prompts, n=8, groups=32))</code>.<//></section>`}<//>`;
 }
 
@@ -110,15 +113,20 @@ function Groups({ batch }) {
     setPages(groups);
     setCursor(answer.data.cursor);
   };
-  if (!groups.length && answer.data) return html`<section class="card"><${Empty} title="No group is decided yet">A group is decided when all its rollouts have ended.<//></section>`;
-  return html`<section class="card flush" aria-labelledby="groups"><header><h2 id="groups">Groups</h2><span class="quiet small">in the order in which they were decided</span></header>
+  if (!groups.length && answer.data) {
+    return html`<section class="card"><${Empty} title="No group is decided yet">
+      A group is decided when all its rollouts have ended.<//></section>`;
+  }
+  return html`<section class="card flush" aria-labelledby="groups">
+    <header><h2 id="groups">Groups</h2><span class="quiet small">in the order in which they were decided</span></header>
     ${groups.length > 0 && html`<table class="list" ref=${table}>
-      <thead><tr><th>Verdict</th><th>Group</th><th>Rewards</th><th class="right">Mean</th><th class="wide">Why</th><th class="wide">From</th></tr></thead>
+      ${headings("Verdict", "Group", "Rewards", ["Mean", "right"], ["Why", "wide"], ["From", "wide"])}
       <tbody>${groups.map((g) => html`<tr key=${g.id}>
         <td><${StateMark} state=${g.verdict} /></td>
         <td><${Link} path=${["groups", g.id]} class="whole mono" data-row=${g.id} title=${g.id}>${shortId(g.id)}<//></td>
         <td><${Rewards} rollouts=${g.rollouts} /></td><td class="right num">${digits(mean(g.rollouts))}</td>
-        <td class="wide quiet">${words(g.reason ?? "")}</td><td class="wide quiet">${g.carried ? "an earlier batch" : "this batch"}</td></tr>`)}</tbody></table>`}
+        <td class="wide quiet">${words(g.reason ?? "")}</td>
+        <td class="wide quiet">${g.carried ? "an earlier batch" : "this batch"}</td></tr>`)}</tbody></table>`}
     ${!answer.data && html`<div class="pad"><${Answered} answer=${answer} what="Loading groups" /></div>`}
     ${answer.data?.groups.length === PAGE && html`<div class="list-foot"><span>${plural(groups.length, "group")} of ${count(decided(batch))}</span>
       <button type="button" class="button" onClick=${more}>Show more</button></div>`}
@@ -135,16 +143,20 @@ export function BatchView({ params }) {
       <div class="stats">
         <${Stat} name="State"><${StateMark} state=${stateOf(b)} /><//>
         <${Stat} name="Kept"><${Kept} batch=${b} /><//>
-        <${Stat} name="Slots busy"><span class="num">${count(b.in_flight)}</span> <span class="quiet">rollouts of ${plural(b.open, "open group")} of ${b.n}</span><//>
-        <${Stat} name="Rollouts decided"><span class="num">${count(b.rollouts_scored)}</span> <span class="quiet">scored, ${count(b.rollouts_dropped)} dropped</span><//>
+        <${Stat} name="Slots busy"><span class="num">${count(b.in_flight)}</span>
+          <span class="quiet"> rollouts of ${plural(b.open, "open group")} of ${b.n}</span><//>
+        <${Stat} name="Rollouts decided"><span class="num">${count(b.rollouts_scored)}</span>
+          <span class="quiet"> scored, ${count(b.rollouts_dropped)} dropped</span><//>
         <${Stat} name="Prompts">${b.closed ? "all given" : "more may come"}<//>
-        <${Stat} name="Took"><${Duration} from=${b.created_at} to=${b.finished_at} /> <span class="quiet">since <${Ago} at=${b.created_at} /></span><//>
+        <${Stat} name="Took"><${Duration} from=${b.created_at} to=${b.finished_at} />
+          <span class="quiet">, begun <${Ago} at=${b.created_at} /></span><//>
       </div>
       <div class="columns two">
         <${Funnel} batch=${b} />
         <section class="card" aria-labelledby="reasons"><header><h2 id="reasons">Why groups were not kept</h2></header>
           ${Object.keys(b.reasons).length
-            ? html`<${Bars} tone="warn" rows=${Object.entries(b.reasons).sort((x, y) => y[1] - x[1]).map(([name, value]) => ({ name: words(name), value }))} />`
+            ? html`<${Bars} tone="warn" rows=${Object.entries(b.reasons).sort((x, y) => y[1] - x[1])
+                .map(([name, value]) => ({ name: words(name), value }))} />`
             : html`<p class="quiet">Every decided group was kept.</p>`}</section>
       </div>
       <${Groups} batch=${b} />`}<//>`;

@@ -1,6 +1,9 @@
 // What was dropped or failed, by who is to blame and why, with examples; counted among what was looked at.
-import { html, useState, useEffect, useRef, Ago, Bars, Copy, count, Empty, Failure, Head, Icon, Link, Loading, plural, shortId, StateMark, useRowKeys, words } from "../ui.js";
-import { get, hashOf } from "../api.js";
+import {
+  html, useState, useEffect, useRef, Ago, Bars, count, Empty, Failure, Head, headings, Icon, Link, Loading, plural, shortId,
+  StateMark, tally, useRowKeys, words,
+} from "../ui.js";
+import { get } from "../api.js";
 
 const PAGE = 100;
 const SCANS = 5; // answers at a time
@@ -55,19 +58,31 @@ function Kind({ kind }) {
   const message = said(kind.rows[0]);
   const shown = open ? kind.rows.slice(0, PAGE) : kind.rows.slice(0, EXAMPLES);
   return html`<section class="card flush">
-    <header><h3>${kind.reason}</h3><span class="row small"><span class="tag">blame: ${words(kind.blame)}</span><b class="num">${count(kind.rows.length)}</b></span>
+    <header><h3>${kind.reason}</h3>
+      <span class="row small"><span class="tag">blame: ${words(kind.blame)}</span><b class="num">${count(kind.rows.length)}</b></span>
       <p class="message quiet said">${message}</p></header>
     <table class="list kinds"><caption class="unseen">Examples of ${kind.reason}</caption>
-      <thead class="unseen"><tr><th>State</th><th>Rollout</th><th>Handler</th><th>Message, where it is another</th><th>When</th></tr></thead>
+      ${headings("State", "Rollout", ["Handler", "wide"], ["Message, where it is another", "wide"], "When")}
       <tbody>${shown.map((r) => html`<tr key=${r.id}>
         <td><${StateMark} state=${r.state} /></td>
         <td class="id"><${Link} path=${["rollouts", r.id]} class="whole mono" data-row=${r.id} title=${r.id}>${shortId(r.id)}<//></td>
         <td class="wide id">${r.handler}${r.error?.stage && html` <span class="tag">${r.error.stage.toUpperCase()}</span>`}</td>
         <td class="wide quiet fill-width"><span class="clip" title=${said(r)}>${said(r) === message ? "" : said(r)}</span></td>
         <td class="right quiet"><${Ago} at=${r.finished_at ?? r.updated_at} /></td></tr>`)}</tbody></table>
-    ${kind.rows.length > EXAMPLES && html`<div class="list-foot"><button type="button" class="button" aria-expanded=${String(open)} onClick=${() => setOpen(!open)}>
-      ${open ? "Fewer" : `All ${count(Math.min(kind.rows.length, PAGE))}`}</button></div>`}
+    ${kind.rows.length > EXAMPLES && html`<div class="list-foot">
+      <button type="button" class="button" aria-expanded=${String(open)} onClick=${() => setOpen(!open)}>
+        ${open ? "Fewer" : `All ${count(Math.min(kind.rows.length, PAGE))}`}</button></div>`}
   </section>`;
+}
+
+/** Counts by a name that the address may choose. */
+function Choice({ title, name, names, query }) {
+  const link = (value) => ({
+    path: ["errors"], query: { ...query, [name]: value }, "aria-current": value === query[name] ? "true" : undefined,
+  });
+  return html`<section class="card" aria-label=${title}>
+    <header><h2>${title}</h2>${query[name] && html`<${Link} path=${["errors"]} query=${{ ...query, [name]: "" }}>all<//>`}</header>
+    <${Bars} tone="bad" rows=${tally(names).map(([value, n]) => ({ name: words(value), value: n, link: link(value) }))} /></section>`;
 }
 
 export function ErrorsView({ query }) {
@@ -75,25 +90,20 @@ export function ErrorsView({ query }) {
   const { rows, next, looked, loading, error } = dropped;
   const list = useRef();
   useRowKeys(list);
-  const only = query.blame;
-  const all = kinds(rows);
-  const blames = new Map();
-  all.forEach((kind) => blames.set(kind.blame, (blames.get(kind.blame) ?? 0) + kind.rows.length));
-  const choose = (name, value) => hashOf(["errors"], { ...query, [name]: value });
   return html`<${Head} title="Errors"><button type="button" class="button" onClick=${dropped.again}><${Icon} name="reload" />Reload</button><//>
-    <p class="quiet" role="status">${plural(rows.length, "dropped rollout")} among ${looked === null ? "all that are kept" : `the newest ${count(Number(looked))}`}${loading ? ", looking on …" : "."}
+    <p class="quiet" role="status">${plural(rows.length, "dropped rollout")} among ${
+      looked === null ? "all that are kept" : `the newest ${count(Number(looked))}`}${loading ? ", looking on …" : "."}
       ${next !== null && !loading && html` <button type="button" class="button" onClick=${dropped.more}>Go on looking</button>`}</p>
     ${error && html`<${Failure} error=${error} retry=${dropped.again} />`}
     ${!rows.length && loading && html`<${Loading} what="Looking" />`}
-    ${!rows.length && !loading && !error && html`<section class="card"><${Empty} title="Nothing was dropped">Rollouts that must not be trained on are collected here, with the reason.<//></section>`}
+    ${!rows.length && !loading && !error && html`<section class="card"><${Empty} title="Nothing was dropped">
+      Rollouts that must not be trained on are collected here, with the reason.<//></section>`}
     ${rows.length > 0 && html`<div class="errors" ref=${list}>
       <div class="stack">
-        <section class="card" aria-labelledby="blame"><header><h2 id="blame">To blame</h2>${only && html`<a href=${choose("blame", "")}>all</a>`}</header>
-          <${Bars} tone="bad" rows=${[...blames].sort((a, b) => b[1] - a[1]).map(([name, value]) => ({ name: words(name), value, link: { path: ["errors"], query: { ...query, blame: name }, "aria-current": name === only ? "true" : undefined } }))} /></section>
-        <section class="card" aria-labelledby="handlers"><header><h2 id="handlers">Handlers</h2>${query.handler && html`<a href=${choose("handler", "")}>all</a>`}</header>
-          <${Bars} tone="bad" rows=${[...rows.reduce((sum, r) => sum.set(r.handler, (sum.get(r.handler) ?? 0) + 1), new Map())].sort((a, b) => b[1] - a[1])
-            .map(([name, value]) => ({ name, value, link: { path: ["errors"], query: { ...query, handler: name } } }))} /></section>
+        <${Choice} title="To blame" name="blame" names=${rows.map(blameOf)} query=${query} />
+        <${Choice} title="Handlers" name="handler" names=${rows.map((r) => r.handler)} query=${query} />
       </div>
-      <div class="stack"><h2 class="unseen">By reason</h2>${all.filter((kind) => !only || kind.blame === only).map((kind) => html`<${Kind} key=${kind.blame + kind.reason} kind=${kind} />`)}</div>
+      <div class="stack"><h2 class="unseen">By reason</h2>${kinds(rows).filter((kind) => !query.blame || kind.blame === query.blame)
+        .map((kind) => html`<${Kind} key=${kind.blame + kind.reason} kind=${kind} />`)}</div>
     </div>`}`;
 }

@@ -1,6 +1,6 @@
 // What the service does now: the flow of stages, throughput, backends as a heap, nodes, failures, versions.
 import {
-  html, useState, Ago, Answered, Bars, bytes, count, digits, Empty, Head, Link, Loading, Failure, percent, plural, span, StateMark, tally,
+  html, useState, Ago, Answered, Bars, bytes, count, digits, Empty, Head, headings, Link, Loading, Failure, percent, plural, span, StateMark, tally,
   useGet, useLive, useNow, words, ENDED_STATES,
 } from "../ui.js";
 
@@ -10,6 +10,7 @@ const RATE_S = 20; // rates are of this long: backends are probed every few seco
 const SAMPLE = 100; // rollouts that failures and versions are counted of
 const HEAP_SHOWN = 7; // three levels; a fourth is too narrow to read
 const REFRESH_S = 60;
+const REAPER_LATE_S = 10;
 
 // What was seen since the page was opened; it outlives a look at another view.
 const seen = [];
@@ -113,7 +114,7 @@ function StageBox({ title, what, stage, waits, word, load, depth }) {
       <${Slots} busy=${load.busy} slots=${load.slots} />
       ${none
         ? html`<p class="wrong">No live worker. <code>rollout up</code></p>`
-        : html`<p class="quiet small facts"><span>${plural(load.workers, "worker")}</span><span>${digits(perMinute ?? null)}/min</span>
+        : html`<p class="quiet small work"><span>${plural(load.workers, "worker")}</span><span>${digits(perMinute ?? null)}/min</span>
             ${mean && html`<span>${span(mean)} each</span>`}</p>`}
     </section>
   </li>`;
@@ -126,7 +127,8 @@ function Flow({ event }) {
   return html`<section class="card" aria-labelledby="flow">
     <header><h2 id="flow">Flow</h2>
       ${event.fleet.leases_lost > 0 && html`<span class="quiet small">${count(event.fleet.leases_lost)} leases lost so far</span>`}
-      ${event.fleet.reaper_lag_s > 10 && html`<span class="wrong small">what is overdue is ${span(event.fleet.reaper_lag_s)} late: does any worker reap?</span>`}
+      ${event.fleet.reaper_lag_s > REAPER_LATE_S && html`<span class="wrong small">
+        what is overdue is ${span(event.fleet.reaper_lag_s)} late: does any worker reap?</span>`}
     </header>
     <ol class="flow">
       ${STAGES.map((one) => html`<${StageBox} key=${one.stage} ...${one} load=${stages[one.stage]} depth=${depths(one.stage)} />`)}
@@ -134,7 +136,8 @@ function Flow({ event }) {
         <div class="arrow"><svg viewBox="0 0 40 10" width="40" height="10" aria-hidden="true"><path d="M0 5h36m-5-4 5 4-5 4" /></svg></div>
         <section class="stage outcome"><h3>Ended</h3>
           <ul>${ENDED_STATES.map((state) => html`<li key=${state}>
-            <${Link} path=${["rollouts"]} query=${{ state }}><${StateMark} state=${state} /><//><span class="num">${count(states[state])}</span></li>`)}</ul>
+            <${Link} path=${["rollouts"]} query=${{ state }}><${StateMark} state=${state} /><//>
+            <span class="num">${count(states[state])}</span></li>`)}</ul>
         </section>
       </li>
     </ol>
@@ -175,7 +178,8 @@ function Backends({ backends, current }) {
   const levels = heap.length > 3 ? [heap.slice(0, 1), heap.slice(1, 3), heap.slice(3)] : heap.length > 1 ? [heap.slice(0, 1), heap.slice(1)] : [heap];
   const rest = [...able.slice(HEAP_SHOWN), ...backends.filter((backend) => !usable(backend))];
   return html`<section class="card" aria-labelledby="backends">
-    <header><h2 id="backends">Backends</h2>${backends.length > 1 && html`<span class="quiet small">least loaded first: the root takes the next rollout</span>`}</header>
+    <header><h2 id="backends">Backends</h2>
+      ${backends.length > 1 && html`<span class="quiet small">least loaded first: the root takes the next rollout</span>`}</header>
     ${!able.length && html`<p class="wrong">None can be used now: rollouts wait in RUN.</p>`}
     ${levels.map((level, depth) => html`
       ${depth > 0 && html`<svg class="branches" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">
@@ -197,10 +201,11 @@ function Backends({ backends, current }) {
 function Nodes({ fleet }) {
   if (!fleet.nodes.length) return html`<section class="card"><${Empty} title="No node has workers" command="rollout up" /></section>`;
   return html`<section class="card flush" aria-labelledby="nodes">
-    <header><h2 id="nodes">Nodes and sandboxes</h2><span class="quiet small">${plural(fleet.nodes.length, "node")}, ${plural(fleet.workers.length, "worker")}</span></header>
+    <header><h2 id="nodes">Nodes and sandboxes</h2>
+      <span class="quiet small">${plural(fleet.nodes.length, "node")}, ${plural(fleet.workers.length, "worker")}</span></header>
     <div class="scroll"><table class="list">
-      <thead><tr><th>Node</th><th class="wide">Stages</th><th class="right">Busy</th><th class="right">Sandboxes</th><th class="right wide">Warm</th>
-        <th class="right wide">Memory free</th><th class="right wide">Disk free</th><th>Takes work</th></tr></thead>
+      ${headings("Node", ["Stages", "wide"], ["Busy", "right"], ["Sandboxes", "right"], ["Warm", "right wide"],
+        ["Memory free", "right wide"], ["Disk free", "right wide"], "Takes work")}
       <tbody>${fleet.nodes.map((node) => html`<tr key=${node.node}>
         <td><b>${node.node}</b></td><td class="wide quiet">${node.stages.join(", ")}</td>
         <td class="right num">${node.busy}<span class="quiet"> / ${node.slots}</span></td>
@@ -219,8 +224,8 @@ function Failures() {
   return html`<section class="card" aria-labelledby="failures"><header><h2 id="failures">Failures by blame</h2>
       <span class="quiet small">${answer.data && `of the latest ${answer.data.rollouts.length} dropped`}</span></header>
     <${Answered} answer=${answer} what="Counting">${({ rollouts }) => rollouts.length
-      ? html`<${Bars} tone="bad" rows=${tally(rollouts.map((r) => r.error?.blame ?? r.drop_reason ?? "unknown")).map(([name, value]) =>
-          ({ name: words(name), value, link: { path: ["errors"], query: rollouts.some((r) => r.error?.blame === name) ? { blame: name } : {} } }))} />`
+      ? html`<${Bars} tone="bad" rows=${tally(rollouts.map((r) => r.error?.blame ?? "nobody")).map(([name, value]) =>
+          ({ name: words(name), value, link: { path: ["errors"], query: { blame: name } } }))} />`
       : html`<p class="quiet">Nothing was dropped${answer.data.cursor ? " lately" : ""}.</p>`}<//>
   </section>`;
 }
@@ -264,6 +269,7 @@ export function OverviewView() {
       <${Tiles} event=${event} />
       <${Flow} event=${event} />
       ${event.backends.length > 1 && backends}
-      <div class="columns">${event.backends.length < 2 && backends}<${Failures} key="failures-${turn}" /><${Versions} key="versions-${turn}" current=${event.policy?.version} /></div>
+      <div class="columns">${event.backends.length < 2 && backends}<${Failures} key="failures-${turn}" />
+        <${Versions} key="versions-${turn}" current=${event.policy?.version} /></div>
       <${Nodes} fleet=${event.fleet} />`}`;
 }

@@ -1,12 +1,13 @@
 // The list of rollouts: filters in the address, pages by cursor, states that move by themselves.
 import {
-  html, useState, useEffect, useMemo, useRef, Ago, Copy, count, Duration, Empty, Failure, Head, Icon, LIVE_STATES, Link, Loading, plural, Reward,
-  shortId, STATES, StateMark, useGet, useLive, useRowKeys, words,
+  html, useState, useEffect, useMemo, useRef, Ago, Copy, count, Duration, Empty, Failure, Head, headings, Icon, LIVE_STATES, Link,
+  Loading, plural, Reward, shortId, STATES, StateMark, useGet, useLive, useRowKeys, words,
 } from "../ui.js";
 import { get, hashOf } from "../api.js";
 
 const PAGE = 50;
 const SCANS = 4; // answers that a page asks for by itself when few rollouts fit the filters
+const FIRST_ROLLOUTS = `echo '{"question": "37 times 85", "answer": "3145"}' | rollout submit - --handler calculator --n 4`;
 const NEWER_MS = 10000;
 const BLAMES = ["task", "handler", "agent", "model", "sandbox", "infrastructure", "timeout"];
 const FILTERS = ["state", "handler", "group_id", "tag", "policy_version", "blame", "drop", "reward_min", "reward_max"];
@@ -67,7 +68,8 @@ function Filters({ filters }) {
   const select = (name, label, values, shown = words) => html`<select aria-label=${label} value=${filters[name] ?? ""} onChange=${set(name)}>
     <option value="">${label}</option>${values.map((value) => html`<option key=${value} value=${value}>${shown(value)}</option>`)}</select>`;
   const input = (name, label, props = {}) =>
-    html`<input type="text" aria-label=${label} placeholder=${label} value=${filters[name] ?? ""} onChange=${set(name)} spellcheck="false" ...${props} />`;
+    html`<input type="text" aria-label=${label} placeholder=${label} value=${filters[name] ?? ""} onChange=${set(name)}
+      spellcheck="false" ...${props} />`;
   const number = { type: "number", step: "any", class: "short" };
   return html`<div class="stack" role="group" aria-label="Filters">
     <div class="chips">
@@ -75,7 +77,8 @@ function Filters({ filters }) {
       ${STATES.map((state) => html`<button type="button" class="chip" key=${state} aria-pressed=${String(filters.state === state)}
         onClick=${() => go({ ...filters, state: filters.state === state ? "" : state })}><${StateMark} state=${state} /></button>`)}
     </div>
-    <button type="button" class="button only-phone" aria-expanded=${String(open)} onClick=${() => setOpen(!open)}>${open ? "Hide filters" : `Filters${others ? ` (${others})` : ""}`}</button>
+    <button type="button" class="button only-phone" aria-expanded=${String(open)} onClick=${() => setOpen(!open)}>
+      ${open ? "Hide filters" : `Filters${others ? ` (${others})` : ""}`}</button>
     <div class="filters ${open ? "" : "folded"}">
       ${select("handler", "Handler", names, String)}
       ${input("tag", "Tag")}
@@ -105,7 +108,8 @@ function Row({ rollout: r, first }) {
   const live = LIVE_STATES.includes(r.state);
   const tokens = r.metrics.sampled_tokens;
   return html`<tr>
-    <td class="id"><${StateMark} state=${r.state} />${r.attempt > 1 && html` <span class="tag" title="attempt ${r.attempt}"><span aria-hidden="true">↻</span><span class="unseen">attempt</span> ${r.attempt}</span>`}</td>
+    <td class="id"><${StateMark} state=${r.state} />${r.attempt > 1 && html` <span class="tag" title="attempt ${r.attempt}">
+      <span aria-hidden="true">↻</span><span class="unseen">attempt</span> ${r.attempt}</span>`}</td>
     <td class="id"><${Link} path=${["rollouts", r.id]} class="whole mono" data-row=${r.id} title=${r.id}>${shortId(r.id)}<//>
       <span class="above"><${Copy} text=${r.id} label="Copy the id" /></span></td>
     <td class="widest">${first && r.group_id !== r.id && html`<${Link} path=${["groups", r.group_id]} class="above small">siblings<//>`}</td>
@@ -130,7 +134,9 @@ function useNewer(filters, cursor, first) {
     if (!cheap) return undefined;
     const timer = setInterval(() => {
       if (document.hidden) return;
-      get("/v1/rollouts", { ...filters, limit: 1 }).then((answer) => setNewer(Boolean(answer.rollouts[0]) && answer.rollouts[0].id !== first), () => {});
+      get("/v1/rollouts", { ...filters, limit: 1 }).then(
+        ({ rollouts: [newest] }) => setNewer(newest !== undefined && newest.id !== first), () => {},
+      );
     }, NEWER_MS);
     return () => clearInterval(timer);
   }, [cheap, JSON.stringify(filters), first]);
@@ -165,17 +171,21 @@ export function RolloutsView({ query }) {
     ${page.error && html`<${Failure} error=${page.error} retry=${() => setTurn(turn + 1)} />`}
     ${page.rows.length > 0 && html`<section class="card flush" aria-label="Rollouts" aria-busy=${String(page.loading)}>
       <table class="list" ref=${table}>
-        <thead><tr><th>State</th><th>Rollout</th><th class="widest">Group</th><th class="wide">Handler</th><th class="wider fill-width">Task</th><th class="right">Reward</th><th class="wide">End</th>
-          <th class="right wide">Turns</th><th class="right wide">Sampled</th><th class="widest">Version</th><th class="right wide">Took</th><th class="right">Created</th></tr></thead>
+        ${headings("State", "Rollout", ["Group", "widest"], ["Handler", "wide"], ["Task", "wider fill-width"], ["Reward", "right"],
+          ["End", "wide"], ["Turns", "right wide"], ["Sampled", "right wide"], ["Version", "widest"], ["Took", "right wide"],
+          ["Created", "right"])}
         <tbody>${page.rows.map((r, i) => html`<${Row} key=${r.id} rollout=${r} first=${page.rows[i - 1]?.group_id !== r.group_id} />`)}</tbody>
       </table>
       <div class="list-foot">
-        <span role="status">${short ? `${count(page.rows.length)} of ${count(page.looked)} looked at fit.` : `${plural(page.rows.length, "rollout")}${cursor ? `, after the newest ${count(Number(cursor))}` : ""}`}</span>
+        <span role="status">${short
+          ? `${count(page.rows.length)} of ${count(page.looked)} looked at fit.`
+          : `${plural(page.rows.length, "rollout")}${cursor ? `, after the newest ${count(Number(cursor))}` : ""}`}</span>
         <span class="row">
           ${cursor && html`<button type="button" class="button" onClick=${() => history.back()}>Previous</button>
             <${Link} path=${["rollouts"]} query=${filters} class="button">Newest<//>`}
           ${short && html`<button type="button" class="button" onClick=${page.more}>Go on looking</button>`}
-          ${page.next !== null && page.rows.length >= PAGE && html`<${Link} path=${["rollouts"]} query=${{ ...filters, cursor: page.next }} class="button">Next ${PAGE}<//>`}
+          ${page.next !== null && page.rows.length >= PAGE && html`<${Link} path=${["rollouts"]}
+            query=${{ ...filters, cursor: page.next }} class="button">Next ${PAGE}<//>`}
         </span>
       </div>
     </section>`}
@@ -186,7 +196,7 @@ export function RolloutsView({ query }) {
             There are more. <button type="button" class="button" onClick=${page.more}>Go on looking</button><//>`
         : filtered
           ? html`<${Empty} title="No rollout fits these filters">Leave one out, or <${Link} path=${["rollouts"]}>see all<//>.<//>`
-          : html`<${Empty} title="No rollouts yet" command=${"rollout submit calculator --task '{\"question\": \"37 times 85\", \"answer\": \"3145\"}' --n 4"}>
+          : html`<${Empty} title="No rollouts yet" command=${FIRST_ROLLOUTS}>
               Submit some from Python with <code>client.run([...])</code>, or here:<//>`}
     </section>`}`;
 }

@@ -1,6 +1,6 @@
 // What trainers report of their steps: a chart for each metric, runs laid over each other.
 import {
-  html, useState, useEffect, useMemo, useRef, Ago, Answered, count, digits, Empty, Head, Loading, plural, Tabs, useGet, useLive, useSoon,
+  html, useState, useEffect, useMemo, useRef, Ago, Answered, count, digits, Empty, Head, headings, Loading, plural, Tabs, useGet, useLive, useSoon,
 } from "../ui.js";
 import { get, hashOf } from "../api.js";
 import uPlot from "../vendor/uplot.js";
@@ -11,6 +11,7 @@ const HEIGHT = 180;
 const TABLE_ROWS = 200;
 const SMOOTH = { none: 0, some: 0.7, strong: 0.95 };
 const FIRST = [/reward/i, /gap/i, /stale/i, /kl|entropy/i]; // what is looked at first
+const FIRST_REPORT = 'client.report(step, {"reward": reward, "staleness": staleness}, run="my-run")';
 const hover = uPlot.sync("training"); // one cursor over all charts
 
 const colour = (i) => getComputedStyle(document.documentElement).getPropertyValue(`--c${i + 1}`).trim();
@@ -50,7 +51,9 @@ function Chart({ name, runs, smooth }) {
     const axis = {
       stroke: value("--muted"), font: `11px ${value("--font")}`, grid: { stroke: value("--line"), width: 1 }, ticks: { show: false },
     };
-    const line = (one, extra) => ({ stroke: colour(one.place), width: 1.5, dash: DASHES[one.place], spanGaps: true, points: { show: one.steps.length < 3 }, ...extra });
+    const line = (one, extra) => ({
+      stroke: colour(one.place), width: 1.5, dash: DASHES[one.place], spanGaps: true, points: { show: one.steps.length < 3 }, ...extra,
+    });
     const plot = new uPlot({
       width: box.current.clientWidth, height: HEIGHT, padding: [8, 8, 0, 0],
       scales: { x: { time: false } },
@@ -76,7 +79,8 @@ function Chart({ name, runs, smooth }) {
   const step = at === null ? null : data[0][at];
   return html`<figure class="card chart">
     <figcaption><h2 class="clip" title=${name}>${name}</h2><span class="quiet small num">${step === null ? "last" : `step ${count(step)}`}</span>
-      <span class="chart-values">${shown.map((one) => html`<span key=${one.run}><${Swatch} place=${one.place} /><b class="num">${digits(one.value)}</b></span>`)}</span></figcaption>
+      <span class="chart-values">${shown.map((one) => html`<span key=${one.run} title=${one.run}><${Swatch} place=${one.place} />
+        <b class="num">${digits(one.value)}</b></span>`)}</span></figcaption>
     <div class="plot" ref=${box} role="img" aria-label="${name} by step: ${shown.map((one) => `${one.run} ${digits(one.value)}`).join(", ")}"></div>
   </figure>`;
 }
@@ -102,11 +106,14 @@ function useReports(names) {
 }
 
 function Steps({ run, reports, names }) {
-  return html`<section class="card flush" aria-label="Steps of ${run}"><header><h2>${run}</h2><span class="quiet small">the latest ${TABLE_ROWS} of ${plural(reports.length, "step")}</span></header>
+  return html`<section class="card flush" aria-label="Steps of ${run}">
+    <header><h2>${run}</h2><span class="quiet small">the latest ${TABLE_ROWS} of ${plural(reports.length, "step")}</span></header>
     <div class="scroll" tabindex="0" role="group" aria-label="Steps of ${run}, scrolls sideways"><table class="list">
-      <thead><tr><th class="right">Step</th><th>Version</th>${names.map((name) => html`<th class="right" key=${name}>${name}</th>`)}<th class="right">Reported</th></tr></thead>
-      <tbody>${reports.slice(-TABLE_ROWS).reverse().map((one) => html`<tr key=${one.step}><td class="right num">${count(one.step)}</td><td class="mono">${one.policy_version ?? "–"}</td>
-        ${names.map((name) => html`<td class="right num" key=${name}>${digits(one.metrics[name])}</td>`)}<td class="right quiet"><${Ago} at=${one.at} /></td></tr>`)}</tbody></table></div></section>`;
+      ${headings(["Step", "right"], "Version", ...names.map((name) => [name, "right"]), ["Reported", "right"])}
+      <tbody>${reports.slice(-TABLE_ROWS).reverse().map((one) => html`<tr key=${one.step}>
+        <td class="right num">${count(one.step)}</td><td class="mono">${one.policy_version ?? "–"}</td>
+        ${names.map((name) => html`<td class="right num" key=${name}>${digits(one.metrics[name])}</td>`)}
+        <td class="right quiet"><${Ago} at=${one.at} /></td></tr>`)}</tbody></table></div></section>`;
 }
 
 function Runs({ runs, query, status }) {
@@ -122,24 +129,37 @@ function Runs({ runs, query, status }) {
     location.hash = hashOf(["training"], { ...query, runs: next.join(",") });
   };
   const here = chosen.filter((run) => all[run]?.length);
-  const names = useMemo(() => [...new Set(here.flatMap((run) => all[run].flatMap((one) => Object.keys(one.metrics))))].sort(byInterest), [all, here.join()]);
-  const series = useMemo(() => Object.fromEntries(names.map((name) => [name, here.filter((run) => all[run].some((one) => name in one.metrics)).map((run) => ({
-    run, place: chosen.indexOf(run), steps: all[run].map((one) => one.step), values: all[run].map((one) => one.metrics[name] ?? null),
-  }))])), [all, here.join(), names]);
+  const names = useMemo(() => {
+    const every = here.flatMap((run) => all[run].flatMap((one) => Object.keys(one.metrics)));
+    return [...new Set(every)].sort(byInterest);
+  }, [all, here.join()]);
+  const series = useMemo(() => {
+    const of = (name) => here.filter((run) => all[run].some((one) => name in one.metrics)).map((run) => ({
+      run, place: chosen.indexOf(run), steps: all[run].map((one) => one.step), values: all[run].map((one) => one.metrics[name] ?? null),
+    }));
+    return Object.fromEntries(names.map((name) => [name, of(name)]));
+  }, [names]);
   const wanted = names.filter((name) => name.toLowerCase().includes(match.toLowerCase()));
   return html`
-    <div class="chips" role="group" aria-label="Runs">${runs.map((one) => html`<button type="button" class="chip" key=${one.run} aria-pressed=${String(chosen.includes(one.run))} onClick=${() => toggle(one.run)}>
+    <div class="chips" role="group" aria-label="Runs">${runs.map((one) => html`<button type="button" class="chip" key=${one.run}
+      aria-pressed=${String(chosen.includes(one.run))} onClick=${() => toggle(one.run)}>
       ${chosen.includes(one.run) && html`<${Swatch} place=${chosen.indexOf(one.run)} />`}<span>${one.run}</span>
-      <span class="quiet">${one.last ? `step ${count(one.last.step)}` : plural(one.reports, "step")} · <${Ago} at=${one.updated_at} /></span></button>`)}</div>
-    <div class="row spread"><${Tabs} label="How to show it" selected=${tab} onSelect=${setTab} tabs=${[{ id: "charts", label: "Charts", count: names.length }, { id: "table", label: "Table" }]} />
-      <div class="filters"><input type="text" placeholder="Metric" aria-label="Only metrics whose names contain" value=${match} onInput=${(event) => setMatch(event.target.value)} />
+      <span class="quiet">${one.last ? `step ${count(one.last.step)}` : plural(one.reports, "step")} · <${Ago} at=${one.updated_at} />
+      </span></button>`)}</div>
+    <div class="row spread">
+      <${Tabs} label="How to show it" selected=${tab} onSelect=${setTab} tabs=${[
+        { id: "charts", label: "Charts", count: names.length }, { id: "table", label: "Table" }]} />
+      <div class="filters"><input type="text" placeholder="Metric" aria-label="Only metrics whose names contain" value=${match}
+          onInput=${(event) => setMatch(event.target.value)} />
         <select aria-label="Smoothing" value=${smooth} onChange=${(event) => setSmooth(event.target.value)}>
-          <option value="none">not smoothed</option><option value="some">smoothed</option><option value="strong">smoothed strongly</option></select></div></div>
+          <option value="none">not smoothed</option><option value="some">smoothed</option>
+          <option value="strong">smoothed strongly</option></select></div></div>
     ${error && html`<p class="wrong" role="alert">${error.detail || error.message}</p>`}
     ${!chosen.length && html`<section class="card"><${Empty} title="No run is chosen">Choose one above.<//></section>`}
     ${chosen.length > 0 && !here.length && !error && html`<${Loading} what="Loading the steps" />`}
     <div role="tabpanel" id="panel-${tab}" aria-labelledby="tab-${tab}">${tab === "charts"
-      ? html`<div class="charts">${wanted.map((name) => html`<${Chart} key=${name} name=${name} runs=${series[name]} smooth=${SMOOTH[smooth]} />`)}</div>`
+      ? html`<div class="charts">${wanted.map((name) => html`<${Chart} key=${name} name=${name} runs=${series[name]}
+          smooth=${SMOOTH[smooth]} />`)}</div>`
       : html`<div class="stack">${here.map((run) => html`<${Steps} key=${run} run=${run} reports=${all[run]} names=${wanted} />`)}</div>`}</div>`;
 }
 
@@ -150,6 +170,6 @@ export function TrainingView({ query }) {
   return html`<${Head} title="Training" status=${status} />
     <${Answered} answer=${answer} what="Loading runs">${({ runs }) => runs.length
       ? html`<${Runs} runs=${runs} query=${query} />`
-      : html`<section class="card"><${Empty} title="No trainer has reported yet" command=${'client.report(step, {"reward": reward, "staleness": staleness}, run="my-run")'}>
+      : html`<section class="card"><${Empty} title="No trainer has reported yet" command=${FIRST_REPORT}>
           After each step of your trainer, in Python:<//></section>`}<//>`;
 }
