@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 FLAGS = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
 WIDE, PHONE = {"width": 1280, "height": 800}, {"width": 360, "height": 740}
-PATIENCE_MS = 30_000.0
+PATIENCE_MS = 20_000.0
 """For anything on a machine that is busy with other tests."""
 INNER = ("data", "blob", "about")
 """Schemes of addresses that no host is asked for."""

@@ -16,7 +16,7 @@ from tests.helpers.stack import wait_until
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
 
-EXPECTED_MS = 15_000.0
+EXPECTED_MS = 10_000.0
 """For what is to be seen, also beside other tests."""
 
 
