@@ -11,6 +11,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from services.gateway.waiting import Waiter
 from services.state import keys
 from services.state.redis import connect
 from services.state.turns import store as turns
-from services.state.turns.entries import decode
+from services.state.turns.entries import Entry, decode
 
 if TYPE_CHECKING:
     from services.gateway.context import Gateway
@@ -102,9 +103,7 @@ class Hub:
         """Rollouts to be read, and ids of which the state is."""
         self._changed: set[str] = set(self._of_id)
         self._batches: set[str] = set()
-        self._owners: dict[str, str | None] = {}
         self._asked_at = self._overview_at = float("-inf")
-        self._calls_at: dict[str, float] = {}
 
     @property
     def open(self) -> int:
@@ -256,30 +255,35 @@ class Hub:
 
     def _look_at_turns(self) -> None:
         """Read on in the turn logs of what is in RUN, and count the calls of programs."""
-        with self._lock:
-            running = [one for one in self._watched.values() if one.rollout.state is State.RUNNING]
+        running = self._running()
         if not running:
             return
         with self._gate.redis.pipeline(transaction=False) as pipe:
-            for one in running:
-                key = keys.capture_nodes if one.driven else keys.turns
-                pipe.llen(key(one.rollout.id, one.rollout.attempt))
+            for watched in running:
+                pipe.llen(watched.log)
             lengths = pipe.execute()
         now = time.monotonic()
-        for one, length in zip(running, lengths, strict=True):
-            name, attempt = one.rollout.id, one.rollout.attempt
-            if length == one.length or (one.driven and now < self._calls_at.get(name, 0.0) + CALLS_S):
+        for watched, length in zip(running, lengths, strict=True):
+            if length == watched.length or (watched.counted and now < watched.looked_at + CALLS_S):
                 continue
-            entries = []
-            if not one.driven and length > one.length:
-                entries = decode(turns.read(self._gate.redis, name, attempt, max(0, one.length)))
+            entries: list[Entry] = []
+            if not watched.counted and length > watched.length:
+                rollout, known = watched.rollout, max(0, watched.length)
+                try:
+                    entries = decode(turns.read(self._gate.redis, rollout.id, rollout.attempt, known))
+                except ValueError:  # damaged, or a newer release wrote it: the others are shown all the same
+                    watched.counted = True
             with self._lock:
-                if length < one.length or (one.driven and one.length >= 0):
-                    one.reset()
-                one.turns.take(entries)
-                one.length = length if one.driven else max(0, one.length) + len(entries)
-                self._calls_at[name] = now
-                _wake(self._of_rollout.get(name, ()))
+                if length < watched.length or (watched.counted and watched.length >= 0):
+                    watched.reset()
+                watched.turns.take(entries)
+                watched.length = length if watched.counted else max(0, watched.length) + len(entries)
+                watched.looked_at = now
+                _wake(self._of_rollout.get(watched.rollout.id, ()))
+
+    def _running(self) -> list[Watched]:
+        with self._lock:
+            return [watched for watched in self._watched.values() if watched.rollout.state is State.RUNNING]
 
     def _ask(self) -> None:
         """Have the workers show what the watched rollouts' sandboxes print."""
@@ -287,12 +291,10 @@ class Hub:
         if now < self._asked_at + ASK_S:
             return
         self._asked_at = now
-        with self._lock:
-            running = [name for name, one in self._watched.items() if one.rollout.state is State.RUNNING]
-        if running:
+        if running := self._running():
             with self._gate.redis.pipeline(transaction=False) as pipe:
-                for name in running:
-                    pipe.set(keys.watched(name), 1, ex=WATCHED_S)
+                for watched in running:
+                    pipe.set(keys.watched(watched.rollout.id), 1, ex=WATCHED_S)
                 pipe.publish(keys.WATCH_CHANNEL, len(running))
                 pipe.execute()
 
@@ -306,41 +308,33 @@ class Hub:
                 pipe.hmget(keys.record(name), FIELDS)
             replies = pipe.execute()
         with self._lock:
-            for name, (state, attempt, reward, updated, drop, tenant) in zip(names, replies, strict=True):
-                viewers = self._of_id.get(name)
-                if state is None or not viewers:
-                    continue
-                said = {
-                    "state": state,
-                    "attempt": int(attempt),
-                    "reward": float(reward) if reward else None,
-                    "updated_at": int(updated) / 1000,
-                    "drop": drop == "1",
-                }
-                self._states[name] = tenant, f"{json.dumps(name)}:{json.dumps(said)}"
-                for viewer in viewers:
-                    viewer.ids.add(name)
-                    viewer.waiter.wake()
+            for name, values in zip(names, replies, strict=True):
+                if name in self._of_id and (said := _state(*values[:-1])) is not None:
+                    self._states[name] = values[-1], f"{json.dumps(name)}:{said}"
+                    for viewer in self._of_id[name]:
+                        viewer.ids.add(name)
+                    _wake(self._of_id[name])
 
     def _tell_batches(self) -> None:
         with self._lock:
             names, self._batches = self._batches, set()
-        if unknown := [name for name in names if name not in self._owners]:
-            with self._gate.redis.pipeline(transaction=False) as pipe:
-                for name in unknown:
-                    pipe.hget(keys.batch(name), "tenant")
-                self._owners = self._owners | dict(zip(unknown, pipe.execute(), strict=True))
-        for name in names:
-            self._tell_changed("batch", name, self._owners[name])
+        if not names:
+            return
+        with self._gate.redis.pipeline(transaction=False) as pipe:
+            for name in names:
+                pipe.hget(keys.batch(name), "tenant")
+            owners = pipe.execute()
+        for name, owner in zip(names, owners, strict=True):
+            self._tell_changed("batch", name, owner)
 
     def _tell_changed(self, what: str, name: str, tenant: str | None) -> None:
         topic = {"batch": "batches", "report": "reports"}[what]
         with self._lock:
-            its = {
-                one
-                for one in self._viewers
-                if topic in one.interest.topics and one.interest.tenant in (None, tenant)
-            }
+            its = [
+                viewer
+                for viewer in self._viewers
+                if topic in viewer.interest.topics and viewer.interest.tenant in (None, tenant)
+            ]
             said = event("changed", json.dumps({"what": what, "id": name}))
             _tell(its, f"{what} {name}", said)
 
@@ -362,7 +356,7 @@ class Hub:
             self._tell_changed("report", name, tenant)
             return
         name = channel.removeprefix(keys.live(""))
-        with self._lock:
+        with self._lock, suppress(ValueError, TypeError, KeyError):  # of a worker of another release
             if watched := self._watched.get(name):
                 watched.screen.take(json.loads(text))
                 _wake(self._of_rollout[name])
@@ -381,6 +375,23 @@ def _turns(viewer: Viewer, watched: Watched) -> list[bytes]:
         return []
     said = watched.turns.since(has[1]) if has[0] == now[0] else '"refetch":true'
     return [event("turns", f'{{"attempt":{watched.rollout.attempt},{said}}}')]
+
+
+def _state(state: str | None, attempt: str, reward: str, updated: str, drop: str) -> str | None:
+    """What `states` says of a rollout, as JSON; None: it is not there, or its record is damaged."""
+    if state is None:
+        return None
+    try:
+        said = {
+            "state": state,
+            "attempt": int(attempt),
+            "reward": float(reward) if reward else None,
+            "updated_at": int(updated) / 1000,
+            "drop": drop == "1",
+        }
+        return json.dumps(said, allow_nan=False)
+    except (TypeError, ValueError):
+        return None
 
 
 def _wake(viewers: Iterable[Viewer]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from rollout.arrays import unpack_ids
 from rollout.schema import Rollout, State
 from rollout.trajectory import Message, Segment
+from services.state import keys
 from services.state.turns.entries import (
     Answered,
     Appended,
@@ -138,6 +139,10 @@ class Watched:
         self.length = -1 if rollout.state is State.RUNNING else 0
         """Entries of the turn log, or calls of the program's session, that were looked at; -1: none yet, and
         who looks reads for himself what there was."""
+        self.counted = rollout.request.agent is not None
+        """Whether its entries are only counted, and who looks is told that there are more: those of a
+        program's session, and what cannot be read."""
+        self.looked_at = float("-inf")
         self.read(rollout)
 
     def reset(self) -> None:
@@ -154,6 +159,7 @@ class Watched:
         self.summary = event("rollout", rollout.model_dump_json())
 
     @property
-    def driven(self) -> bool:
-        """Whether a program drives its turns, which are no turn log."""
-        return self.rollout.request.agent is not None
+    def log(self) -> str:
+        """The key of its turn log or, where a program drives it, of the calls of its session."""
+        key = keys.turns if self.rollout.request.agent is None else keys.capture_nodes
+        return key(self.rollout.id, self.rollout.attempt)

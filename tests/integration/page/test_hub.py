@@ -1,0 +1,78 @@
+"""The hub of those who look: one rollout that cannot be read takes nothing from who looks at others."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from services.gateway.page.hub import Interest, Viewer
+from services.gateway.waiting import Waiter
+from services.state import keys
+from tests.helpers.stack import wait_until
+
+PATIENCE_S = 20
+
+
+class Look:
+    """A viewer of a gateway in this process, and all that it was told."""
+
+    def __init__(self, world, **interest):
+        self._hub = world.gate.live
+        self._viewer = Viewer(Waiter(), Interest(**interest))
+        self.said = ""
+        self._hub.enter(self._viewer)
+
+    def until(self, text: str) -> None:
+        def told() -> bool:
+            self.said += self._hub.take(self._viewer).decode()
+            return text in self.said
+
+        wait_until(told, PATIENCE_S, f"{text!r} in {self.said!r}")
+
+    def close(self) -> None:
+        self._hub.leave(self._viewer)
+
+
+@pytest.fixture
+def look(world):
+    opened = []
+
+    def enter(**interest) -> Look:
+        opened.append(Look(world, **interest))
+        return opened[-1]
+
+    yield enter
+    for one in opened:
+        one.close()
+
+
+@pytest.fixture
+def ids(world):
+    """A rollout that cannot be read, and one that can."""
+    world.key("a")
+    return [item["id"] for item in world.submit("a", n=2).json["rollouts"]]
+
+
+def test_a_damaged_record_keeps_nobody_from_the_states_of_others(world, look, ids):
+    broken, fine = ids
+    world.redis.hset(keys.record(broken), "attempt", "none")
+    viewer = look(tenant="a", ids=frozenset(ids))
+    viewer.until(fine)
+    assert broken not in viewer.said and "away" not in viewer.said
+
+
+def test_a_damaged_turn_log_keeps_nobody_from_the_turns_of_others(world, look, ids):
+    _, fine = ids
+    for rollout_id in ids:
+        world.redis.hset(keys.record(rollout_id), mapping={"state": "running", "attempt": 1})
+        world.redis.rpush(keys.turns(rollout_id, 1), b"\xc1 of a newer release")
+    viewers = [look(tenant="a", rollout=rollout_id) for rollout_id in ids]
+    for viewer in viewers:
+        viewer.until("event: rollout")
+    world.redis.publish(keys.live(fine), "no JSON")
+    world.redis.publish(keys.live(fine), json.dumps({"text": "a piece of another release"}))
+    piece = {"operation": 1, "kind": "bash", "offset": 0, "end": 2, "text": "hi", "running": True}
+    wait_until(lambda: world.redis.publish(keys.live(fine), json.dumps(piece)), PATIENCE_S, "a reader")
+    viewers[1].until('"text": "hi"')
+    assert not any("away" in viewer.said for viewer in viewers)
