@@ -1,42 +1,14 @@
 // What was dropped or failed, by who is to blame and why, with examples; counted among what was looked at.
 import {
-  html, useState, useEffect, useRef, Ago, Bars, count, Empty, Failure, Head, headings, Icon, Link, Loading, plural, shortId,
+  html, useState, useRef, Ago, Bars, count, Empty, Failure, Head, headings, Icon, Link, Loading, plural, shortId,
   StateMark, tally, useRowKeys, words,
 } from "../ui.js";
-import { get } from "../api.js";
+import { useListing } from "./listing.js";
 
 const PAGE = 100;
 const SCANS = 5; // answers at a time
 const EXAMPLES = 3;
 const MOST_SAID = 300; // characters of a message
-
-/** Rollouts that were dropped, the newest first: `{rows, next, looked, loading, error, more}`. */
-function useDropped(handler) {
-  const empty = { rows: [], next: "0", looked: 0, loading: true, error: null };
-  const [state, setState] = useState(empty);
-  const turn = useRef(0);
-  async function scan(from) {
-    const mine = ++turn.current;
-    let { rows, next } = from;
-    setState({ ...from, loading: true, error: null });
-    try {
-      for (let i = 0; i < SCANS && next !== null; i++) {
-        const answer = await get("/v1/rollouts", { drop: true, handler, limit: PAGE, cursor: next });
-        if (turn.current !== mine) return;
-        rows = [...rows, ...answer.rollouts];
-        next = answer.cursor;
-        setState({ rows, next, looked: next ?? null, loading: i < SCANS - 1 && next !== null, error: null });
-      }
-    } catch (error) {
-      if (turn.current === mine) setState((old) => ({ ...old, loading: false, error }));
-    }
-  }
-  useEffect(() => {
-    scan(empty);
-    return () => turn.current++;
-  }, [handler]);
-  return { ...state, more: () => scan(state), again: () => scan(empty) };
-}
 
 const blameOf = (r) => r.error?.blame ?? "nobody";
 const said = (r) => (r.error?.message ?? words(r.finish_reason ?? "")).slice(0, MOST_SAID);
@@ -86,7 +58,7 @@ function Choice({ title, name, names, query }) {
 }
 
 export function ErrorsView({ query }) {
-  const dropped = useDropped(query.handler);
+  const dropped = useListing({ drop: true, handler: query.handler }, { limit: PAGE, scans: SCANS });
   const { rows, next, looked, loading, error } = dropped;
   const list = useRef();
   useRowKeys(list);

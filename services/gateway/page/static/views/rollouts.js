@@ -4,6 +4,7 @@ import {
   Loading, plural, Reward, shortId, STATES, StateMark, useGet, useLive, useRowKeys, words,
 } from "../ui.js";
 import { get, hashOf } from "../api.js";
+import { useListing } from "./listing.js";
 
 const PAGE = 50;
 const SCANS = 4; // answers that a page asks for by itself when few rollouts fit the filters
@@ -17,45 +18,6 @@ const filtersOf = (query) => Object.fromEntries(FILTERS.filter((name) => query[n
 
 function go(query) {
   location.hash = hashOf(["rollouts"], query);
-}
-
-/** `{rows, next, looked, error, loading, more, update}` of the page that begins at `cursor`. */
-function usePage(filters, cursor, turn) {
-  const key = JSON.stringify([filters, cursor, turn]);
-  const empty = { key, rows: [], next: null, looked: 0, error: null, loading: true };
-  const [page, setPage] = useState(empty);
-  const current = useRef(key);
-  current.current = key;
-
-  async function scan(rows, from, first) {
-    let next = from, kept = rows;
-    const begin = Number(cursor ?? 0);
-    try {
-      for (let i = 0; i < SCANS; i++) {
-        const answer = await get("/v1/rollouts", { ...filters, limit: PAGE - kept.length, cursor: next });
-        if (current.current !== key) return;
-        next = answer.cursor;
-        kept = [...kept, ...answer.rollouts];
-        const done = kept.length >= PAGE || next === null;
-        setPage({ key, rows: kept, next, looked: next === null ? null : Number(next) - begin, error: null, loading: !done && i < SCANS - 1 });
-        if (done) return;
-      }
-    } catch (error) {
-      if (current.current === key) setPage((old) => ({ ...(first ? empty : old), error, loading: false }));
-    }
-  }
-  useEffect(() => {
-    setPage((old) => ({ ...empty, rows: old.rows })); // the old rows stay until the new are there
-    scan([], cursor, true);
-  }, [key]);
-  return {
-    ...page,
-    more: () => {
-      setPage((old) => ({ ...old, loading: true }));
-      scan(page.rows, page.next, false);
-    },
-    update: (change) => setPage((old) => ({ ...old, rows: old.rows.map(change) })),
-  };
 }
 
 function Filters({ filters }) {
@@ -104,7 +66,7 @@ function asked(task) {
 const MOST_ASKED = 200; // characters; a task may be a megabyte
 
 /** `first`: of siblings that follow each other; it alone names their group. */
-function Row({ rollout: r, first }) {
+function Row({ rollout: r, first, everybody }) {
   const live = LIVE_STATES.includes(r.state);
   const tokens = r.metrics.sampled_tokens;
   return html`<tr>
@@ -113,7 +75,7 @@ function Row({ rollout: r, first }) {
     <td class="id"><${Link} path=${["rollouts", r.id]} class="whole mono" data-row=${r.id} title=${r.id}>${shortId(r.id)}<//>
       <span class="above"><${Copy} text=${r.id} label="Copy the id" /></span></td>
     <td class="widest">${first && r.group_id !== r.id && html`<${Link} path=${["groups", r.group_id]} class="above small">siblings<//>`}</td>
-    <td class="wide">${r.handler}</td>
+    <td class="wide">${r.handler}${everybody && html` <span class="tag" title="tenant">${r.tenant}</span>`}</td>
     <td class="wider quiet fill-width"><span class="clip">${asked(r.request.task).slice(0, MOST_ASKED)}</span></td>
     <td class="right"><${Reward} value=${r.reward} drop=${r.drop} /></td>
     <td class="wide"><span class="clip quiet">${r.error ? `${r.error.blame}: ${r.error.type}` : words(r.finish_reason ?? "")}</span></td>
@@ -146,8 +108,7 @@ function useNewer(filters, cursor, first) {
 export function RolloutsView({ query }) {
   const filters = filtersOf(query);
   const cursor = query.cursor ?? null;
-  const [turn, setTurn] = useState(0);
-  const page = usePage(filters, cursor, turn);
+  const page = useListing(filters, { cursor, limit: PAGE, most: PAGE, scans: SCANS });
   const table = useRef();
   useRowKeys(table);
   const live = useMemo(() => page.rows.filter((r) => LIVE_STATES.includes(r.state)).map((r) => r.id), [page.key, page.rows.length]);
@@ -164,17 +125,18 @@ export function RolloutsView({ query }) {
   const short = !page.loading && page.next !== null && page.rows.length < PAGE;
   return html`
     <${Head} title="Rollouts" status=${live.length ? status : undefined}>
-      ${newer && html`<button type="button" class="button primary" onClick=${() => setTurn(turn + 1)}>Show newer</button>`}
-      <button type="button" class="button" onClick=${() => setTurn(turn + 1)}><${Icon} name="reload" />Reload</button>
+      ${newer && html`<button type="button" class="button primary" onClick=${page.again}>Show newer</button>`}
+      <button type="button" class="button" onClick=${page.again}><${Icon} name="reload" />Reload</button>
     <//>
     <${Filters} filters=${filters} />
-    ${page.error && html`<${Failure} error=${page.error} retry=${() => setTurn(turn + 1)} />`}
+    ${page.error && html`<${Failure} error=${page.error} retry=${page.again} />`}
     ${page.rows.length > 0 && html`<section class="card flush" aria-label="Rollouts" aria-busy=${String(page.loading)}>
       <table class="list" ref=${table}>
         ${headings("State", "Rollout", ["Group", "widest"], ["Handler", "wide"], ["Task", "wider fill-width"], ["Reward", "right"],
           ["End", "wide"], ["Turns", "right wide"], ["Sampled", "right wide"], ["Version", "widest"], ["Took", "right wide"],
           ["Created", "right"])}
-        <tbody>${page.rows.map((r, i) => html`<${Row} key=${r.id} rollout=${r} first=${page.rows[i - 1]?.group_id !== r.group_id} />`)}</tbody>
+        <tbody>${page.rows.map((r, i) => html`<${Row} key=${r.id} rollout=${r} everybody=${query.tenant === "*"}
+          first=${page.rows[i - 1]?.group_id !== r.group_id} />`)}</tbody>
       </table>
       <div class="list-foot">
         <span role="status">${short

@@ -75,7 +75,7 @@ function Chart({ name, runs, smooth }) {
   useEffect(() => chart.current?.setData(drawn()), [data]);
 
   const last = (values) => values.findLast((value) => value !== null && value !== undefined);
-  const shown = runs.map((one, i) => ({ run: one.run, place: one.place, value: at === null ? last(data[i + 1]) : data[i + 1][at] }));
+  const shown = runs.map((one, i) => ({ run: one.run, place: one.place, value: last(at === null ? data[i + 1] : data[i + 1].slice(0, at + 1)) }));
   const step = at === null ? null : data[0][at];
   return html`<figure class="card chart">
     <figcaption><h2 class="clip" title=${name}>${name}</h2><span class="quiet small num">${step === null ? "last" : `step ${count(step)}`}</span>
