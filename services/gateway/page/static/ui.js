@@ -78,8 +78,11 @@ export function useNow(running = true) {
   return Date.now() / 1000;
 }
 
-/** `{data, error, loading, reload}` of a GET; `path` null asks nothing. Old data stays until the new is there. */
-export function useGet(path, params = {}) {
+/**
+ * `{data, error, loading, reload}` of a GET; `path` null asks nothing. It is asked again when `version` changes, and old
+ * data stays until the new is there.
+ */
+export function useGet(path, params = {}, version = 0) {
   const key = JSON.stringify([path, params]);
   const [state, setState] = useState({ key: null, data: null, error: null });
   const [turn, reload] = useReducer((n) => n + 1, 0);
@@ -91,7 +94,7 @@ export function useGet(path, params = {}) {
       (error) => error.name === "AbortError" || setState((old) => ({ key, data: old.key === key ? old.data : null, error })),
     );
     return () => abort.abort();
-  }, [key, turn]);
+  }, [key, turn, version]);
   return { ...state, loading: Boolean(path) && state.key !== key, reload };
 }
 

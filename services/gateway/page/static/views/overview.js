@@ -1,7 +1,7 @@
 // What the service does now: the flow of stages, throughput, backends as a heap, nodes, failures, versions.
 import {
-  html, useState, Ago, Answered, Bars, bytes, count, digits, Empty, Head, headings, Link, Loading, Failure, percent, plural, span, StateMark, tally,
-  useGet, useLive, useNow, words, ENDED_STATES,
+  html, useRef, useState, Ago, Answered, Bars, bytes, count, digits, Empty, Head, headings, Link, Loading, Failure, percent, plural, span, StateMark, tally,
+  useGet, useLive, words, ENDED_STATES,
 } from "../ui.js";
 
 const WINDOW_S = 300;
@@ -15,8 +15,10 @@ const REAPER_LATE_S = 10;
 // What was seen since the page was opened; it outlives a look at another view.
 const seen = [];
 
+const endedOf = (event) => ENDED_STATES.reduce((sum, state) => sum + (event.fleet.states[state] ?? 0), 0);
+
 function remember(event) {
-  const ended = ENDED_STATES.reduce((sum, state) => sum + (event.fleet.states[state] ?? 0), 0);
+  const ended = endedOf(event);
   const tokens = event.backends.reduce((sum, backend) => sum + (backend.stats?.generation_tokens ?? 0), 0);
   if (seen.length && event.at <= seen[seen.length - 1].at) return;
   seen.push({ at: event.at, ended, tokens, stages: event.fleet.stages });
@@ -219,8 +221,8 @@ function Nodes({ fleet }) {
   </section>`;
 }
 
-function Failures() {
-  const answer = useGet("/v1/rollouts", { drop: true, limit: SAMPLE });
+function Failures({ version }) {
+  const answer = useGet("/v1/rollouts", { drop: true, limit: SAMPLE }, version);
   return html`<section class="card" aria-labelledby="failures"><header><h2 id="failures">Failures by blame</h2>
       <span class="quiet small">${answer.data && `of the latest ${answer.data.rollouts.length} dropped`}</span></header>
     <${Answered} answer=${answer} what="Counting">${({ rollouts }) => rollouts.length
@@ -230,9 +232,9 @@ function Failures() {
   </section>`;
 }
 
-function Versions({ current }) {
-  const answer = useGet("/v1/rollouts", { state: "completed", limit: SAMPLE });
-  const policy = useGet("/v1/policy");
+function Versions({ current, version }) {
+  const answer = useGet("/v1/rollouts", { state: "completed", limit: SAMPLE }, version);
+  const policy = useGet("/v1/policy", {}, version);
   const order = [current, ...(policy.data?.history ?? []).filter((u) => u.state === "done" || u.state === "partly").map((u) => u.version)]
     .filter((version, i, all) => version && all.indexOf(version) === i);
   return html`<section class="card" aria-labelledby="versions"><header><h2 id="versions">Versions and staleness</h2>
@@ -257,7 +259,11 @@ export function OverviewView() {
     },
     refused: setRefused,
   });
-  const turn = Math.floor(useNow() / REFRESH_S);
+  // The samples are taken anew once more rollouts have ended, and not too often.
+  const sampled = useRef({ at: 0, ended: 0 });
+  if (event && event.at > sampled.current.at + REFRESH_S && endedOf(event) !== sampled.current.ended) {
+    sampled.current = { at: event.at, ended: endedOf(event) };
+  }
   // One alone is no heap: it stands in the line below.
   const backends = event && html`<${Backends} backends=${event.backends} current=${event.policy?.version} />`;
   return html`
@@ -269,7 +275,7 @@ export function OverviewView() {
       <${Tiles} event=${event} />
       <${Flow} event=${event} />
       ${event.backends.length > 1 && backends}
-      <div class="columns">${event.backends.length < 2 && backends}<${Failures} key="failures-${turn}" />
-        <${Versions} key="versions-${turn}" current=${event.policy?.version} /></div>
+      <div class="columns">${event.backends.length < 2 && backends}<${Failures} version=${sampled.current.at} />
+        <${Versions} version=${sampled.current.at} current=${event.policy?.version} /></div>
       <${Nodes} fleet=${event.fleet} />`}`;
 }
