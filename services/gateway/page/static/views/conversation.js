@@ -3,7 +3,7 @@ import { Icon, html, span, useEffect, useMemo, useRef, useState } from "../ui.js
 import { letter } from "./record.js";
 import { Terminal } from "./terminal.js";
 import { VirtualList } from "./virtual.js";
-import { Words, exact, fixed } from "./words.js";
+import { Find, Words, exact, fixed } from "./words.js";
 
 const SYSTEM_LINES = 8;
 const FIND_AFTER_MS = 200;
@@ -33,22 +33,15 @@ export function itemsOf(trajectory, chain) {
     segment.messages.forEach((message, place) => {
       for (const call of message.tool_calls ?? []) names.set(call.id, call.name);
       items.push({
-        key: `${segment.index}.${place}`,
-        role: message.role,
-        message,
-        tokens,
-        first: place === segment.messages.length - 1,
-        together: segment.messages.length,
+        key: `${segment.index}.${place}`, role: message.role, message, tokens, timed: timed.get(message.tool_call_id),
+        first: place === segment.messages.length - 1, together: segment.messages.length,
         name: message.name ?? names.get(message.tool_call_id),
-        timed: timed.get(message.tool_call_id),
       });
     });
     begun = null;
   }
   if (chain === trajectory.chains[trajectory.chains.length - 1]) {
-    trajectory.unread.forEach((message, place) =>
-      items.push({ key: `unread.${place}`, role: message.role, message, unread: true, name: message.name, timed: timed.get(message.tool_call_id) }),
-    );
+    trajectory.unread.forEach((message, place) => items.push({ key: `unread.${place}`, role: message.role, message, unread: true, name: message.name }));
   }
   return items;
 }
@@ -73,10 +66,7 @@ function Meta({ item, trajectory, chain, onTokens }) {
   const call = tokens.timed;
   const facts = [];
   if (segment.sampled) {
-    const mean = chain.mean(start, end);
-    facts.push(`turn ${segment.turn}`);
-    facts.push(`${exact(end - start)} tokens`);
-    facts.push(html`<span title=${`geometric mean of the probabilities ${fixed(Math.exp(mean), 3)}`}>log-prob ${fixed(mean, 2)}</span>`);
+    facts.push(`turn ${segment.turn}`, `${exact(end - start)} tokens`, `log-prob ${fixed(chain.mean(start, end), 2)}`);
     if (segment.finish_reason && segment.finish_reason !== "stop") facts.push(`ended by ${segment.finish_reason}`);
   } else {
     facts.push(`${exact(end - start)} tokens${item.together > 1 ? ` of ${item.together} messages` : ""}, given`);
@@ -136,11 +126,9 @@ function Message({ item, trajectory, chain, onTokens, found }) {
 /** What is under way: what the running command has printed, or that the model is asked. */
 export function Now({ output, state }) {
   if (output) {
-    return html`<article class="msg msg-tool msg-live" aria-label="running command">
-      <header>
-        <span class="msg-role">${output.kind}</span>
-        <span class="msg-meta"><span class="live is-live"><span class="dot" aria-hidden="true"></span>${output.running ? "running" : "ended"}</span></span>
-      </header>
+    return html`<article class="msg msg-tool" aria-label="running command">
+      <header><span class="msg-role">${output.kind}</span>
+        <span class="msg-meta"><span class="live is-live"><span class="dot" aria-hidden="true"></span>${output.running ? "running" : "ended"}</span></span></header>
       <div class="msg-body"><${Terminal} text=${output.text} running=${output.running} label="output of the running command" /></div>
     </article>`;
   }
@@ -192,10 +180,7 @@ export function Conversation({ trajectory, chain, length, output, state, running
     const later = setTimeout(() => setNeedle(wanted.toLowerCase()), FIND_AFTER_MS);
     return () => clearTimeout(later);
   }, [wanted]);
-  const found = useMemo(
-    () => (needle ? items.flatMap((item, place) => (searched(item).includes(needle) ? [place] : [])) : []),
-    [needle, items],
-  );
+  const found = useMemo(() => items.flatMap((item, place) => (needle && searched(item).includes(needle) ? [place] : [])), [needle, items]);
   useEffect(() => {
     setAt(0);
     if (found.length) handle.current(found[0]);
@@ -219,18 +204,13 @@ export function Conversation({ trajectory, chain, length, output, state, running
   }, [items]);
   return html`<section class="conversation" aria-label="conversation">
     <div class="toolbar">
-      <form class="find" role="search" aria-label="find in this view" onSubmit=${(event) => (event.preventDefault(), go(1))}>
-        <input type="search" placeholder="Find in the conversation" aria-label="find in the conversation" value=${wanted}
-          onInput=${(event) => setWanted(event.target.value)}
-          onKeyDown=${(event) => event.key === "Enter" && event.shiftKey && (event.preventDefault(), go(-1))} />
-        ${needle && html`<output class="quiet">${found.length ? `${at + 1} of ${found.length} messages` : "none"}</output>`}
-      </form>
+      <${Find} what="Find in the conversation" value=${wanted} onInput=${setWanted} onGo=${go}
+        said=${needle && (found.length ? `${at + 1} of ${found.length} messages` : "none")} />
       <span class="quiet">${exact(items.length)} messages, ${exact(chain.turns)} turns</span>
     </div>
     <${VirtualList} items=${all} estimate=${estimate} handle=${handle} follow=${running} label="messages"
-      render=${(item, place) =>
-        item.live
-          ? html`<${Now} output=${output} state=${state} />`
-          : html`<${Message} item=${item} trajectory=${trajectory} chain=${chain} onTokens=${onTokens} found=${found[at] === place ? needle : null} />`} />
+      render=${(item, place) => item.live
+        ? html`<${Now} output=${output} state=${state} />`
+        : html`<${Message} item=${item} trajectory=${trajectory} chain=${chain} onTokens=${onTokens} found=${found[at] === place ? needle : null} />`} />
   </section>`;
 }

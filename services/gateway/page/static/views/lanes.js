@@ -3,14 +3,7 @@ import { ENDED_STATES, html, span, useEffect, useMemo, useNow, useRef, useState 
 import { exact } from "./words.js";
 
 const ENDED = new Set(ENDED_STATES);
-const LANES = [
-  ["waiting", "waiting"],
-  ["init", "INIT"],
-  ["run", "RUN"],
-  ["eval", "EVAL"],
-  ["model", "model"],
-  ["tool", "tools"],
-];
+const LANES = { waiting: "waiting", init: "INIT", run: "RUN", eval: "EVAL", model: "model", tool: "tools" };
 const STAGE_OF = { initializing: "init", running: "run", evaluating: "eval" };
 const HEIGHT = 18;
 const TOP = 30;
@@ -27,18 +20,15 @@ export function stagesOf(rollout, now) {
     const lane = (claimed && STAGE_OF[event.state]) || "waiting";
     const end = events[place + 1]?.at ?? rollout.finished_at ?? now;
     const what = lane === "waiting" ? `waiting, ${event.state}` : event.state;
-    bars.push({ lane, start: event.at, end, label: what, attempt: event.attempt, fence: event.fence, owner: claimed ? event.owner : null });
+    bars.push({ ...event, lane, start: event.at, end, label: what, owner: claimed ? event.owner : null });
   });
   return bars;
 }
 
 function callsOf(calls) {
   return (calls ?? []).map((call) => ({
-    lane: call.kind === "tool" ? "tool" : "model",
-    start: call.at,
-    end: call.at + (call.seconds ?? 0),
-    label: call.name ?? (call.kind === "tool" ? "tool" : "model call"),
-    call,
+    call, lane: call.kind, start: call.at, end: call.at + call.seconds,
+    label: call.name || (call.kind === "tool" ? "tool" : "model call"),
   }));
 }
 
@@ -46,7 +36,7 @@ function callsOf(calls) {
 function stacked(bars) {
   const lanes = [];
   let y = TOP;
-  for (const [lane, title] of LANES) {
+  for (const [lane, title] of Object.entries(LANES)) {
     const rows = [];
     const mine = bars.filter((bar) => bar.lane === lane).sort((one, other) => one.start - other.start);
     for (const bar of mine) {
@@ -121,30 +111,15 @@ export function Lanes({ rollout, calls, running }) {
     const first = Math.max(start, Math.min(end - wide, begin));
     setWindow(wide >= (end - start) * 0.999 ? null : [first, first + wide]);
   };
-  const latest = useRef();
-  latest.current = { zoom, move, from, to, left, room };
-  useEffect(() => {
-    const wheel = (event) => {
-      if (!event.ctrlKey && !event.metaKey && !event.shiftKey) return;
-      event.preventDefault();
-      const { zoom: scale, move: go, from: begin, to: stop, left: edge, room: space } = latest.current;
-      const by = event.deltaY || event.deltaX;
-      if (event.shiftKey) return go(begin + (by / space) * (stop - begin));
-      const share = (event.clientX - frame.current.getBoundingClientRect().left - edge) / space;
-      return scale(by > 0 ? 1.25 : 0.8, Math.max(0, Math.min(1, share)));
-    };
-    const element = frame.current;
-    element.addEventListener("wheel", wheel, { passive: false });
-    return () => element.removeEventListener("wheel", wheel);
-  }, []);
-  const drag = (event) => {
-    if (event.button !== 0) return;
-    const [begin, at] = [event.clientX, from];
-    const element = event.currentTarget;
-    element.setPointerCapture(event.pointerId);
-    element.onpointermove = (moved) => move(at - ((moved.clientX - begin) / room) * (to - from));
-    element.onpointerup = () => (element.onpointermove = element.onpointerup = null);
+  const wheel = (event) => {
+    if (!event.ctrlKey && !event.metaKey && !event.shiftKey) return;
+    event.preventDefault();
+    const by = event.deltaY || event.deltaX;
+    const share = (event.clientX - frame.current.getBoundingClientRect().left - left) / room;
+    if (event.shiftKey) move(from + (by / room) * (to - from));
+    else zoom(by > 0 ? 1.25 : 0.8, Math.max(0, Math.min(1, share)));
   };
+  const drag = (event) => event.buttons === 1 && move(from - (event.movementX / room) * (to - from));
   const key = (event) => {
     const step = { ArrowLeft: -0.2, ArrowRight: 0.2 }[event.key];
     if (step) move(from + step * (to - from));
@@ -171,9 +146,8 @@ export function Lanes({ rollout, calls, running }) {
       <span class="lanes-detail" role="status">${detail}</span>
     </div>
     <div class="lanes-frame" ref=${frame} tabindex="0" role="application" aria-label="Swimlanes; the table below says the same"
-      onKeyDown=${key} onPointerDown=${drag}>
-      ${width > 0 &&
-      html`<svg width=${width} height=${height} aria-hidden="true">
+      onKeyDown=${key} onPointerMove=${drag} onWheel=${wheel}>
+      ${width > 0 && html`<svg width=${width} height=${height} aria-hidden="true">
         ${bands.map((band, place) => {
           const [begin, stop] = [Math.max(left, x(band.at)), Math.min(width, x(bands[place + 1]?.at ?? end))];
           return stop > begin && html`<g class="band ${place % 2 ? "odd" : ""}">
@@ -204,12 +178,11 @@ function Listed({ bars, start }) {
   const ordered = [...bars].sort((one, other) => one.start - other.start);
   return html`<details class="listed"><summary>As a table (${exact(bars.length)})</summary>
     <div class="table-frame" tabindex="0" role="group" aria-label="stages and calls"><table class="list">
-      <thead><tr><th scope="col" class="right num">after</th><th scope="col" class="right num">took</th><th scope="col">what</th><th scope="col" class="right num">prompt</th><th scope="col" class="right num">cached</th><th scope="col">by</th></tr></thead>
-      <tbody>${ordered.slice(0, most).map(
-        (bar) => html`<tr><td class="right num">${span(bar.start - start)}</td><td class="right num">${span(bar.end - bar.start)}</td><td>${bar.label}</td>
-          <td class="right num">${bar.call?.prompt_tokens != null ? exact(bar.call.prompt_tokens) : "–"}</td><td class="right num">${bar.call?.cached_tokens != null ? exact(bar.call.cached_tokens) : "–"}</td>
-          <td>${bar.call?.backend ?? bar.owner ?? "–"}</td></tr>`,
-      )}</tbody>
+      <thead><tr>${["after", "took", "prompt", "cached", "what", "by"].map((name, at) => html`<th scope="col" class=${at < 4 ? "right" : ""}>${name}</th>`)}</tr></thead>
+      <tbody>${ordered.slice(0, most).map((bar) => html`<tr>
+        <td class="right num">${span(bar.start - start)}</td><td class="right num">${span(bar.end - bar.start)}</td>
+        <td class="right num">${exact(bar.call?.prompt_tokens)}</td><td class="right num">${exact(bar.call?.cached_tokens)}</td>
+        <td>${bar.label}</td><td>${bar.call?.backend ?? bar.owner ?? "–"}</td></tr>`)}</tbody>
     </table></div>
     ${ordered.length > most && html`<button type="button" class="bare" onClick=${() => setMost(most + 1000)}>Show more</button>`}
   </details>`;

@@ -40,8 +40,8 @@ export function layOut(chain, vocabulary, width, gutter, measure) {
 
 export class Strip {
   /** `shown(position, why)` is told of the token under the pointer (`hover`) and of the chosen one (`chosen`). */
-  constructor({ scroller, canvas, map, shown }) {
-    Object.assign(this, { scroller, canvas, map, shown, chosen: -1, hovered: -1, hits: null, mode: "version" });
+  constructor({ scroller, canvas, map, letter, shown }) {
+    Object.assign(this, { scroller, canvas, map, letter, shown, chosen: -1, hovered: -1, hits: null, mode: "version" });
     this.pen = canvas.getContext("2d");
     this.mapPen = map.getContext("2d", { willReadFrequently: true });
     this.open = new AbortController();

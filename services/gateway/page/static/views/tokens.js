@@ -2,7 +2,7 @@
 import { html, useEffect, useMemo, useRef, useState } from "../ui.js";
 import { letter } from "./record.js";
 import { Strip } from "./strip.js";
-import { exact, fixed } from "./words.js";
+import { Find, exact, fixed } from "./words.js";
 
 const MOST_HITS = 10_000;
 const MOST_NAMED = 12;
@@ -11,11 +11,9 @@ const UNLIKELY = Math.log(0.01);
 /** Positions of what is looked for: a text, which may lie in several tokens, or `#` and an id. */
 export function search(chain, vocabulary, wanted) {
   const found = [];
-  const id = /^#(\d+)$/.exec(wanted);
-  if (id) {
-    for (let at = 0; at < chain.length && found.length < MOST_HITS; at++) {
-      if (chain.ids[at] === Number(id[1])) found.push([at, at]);
-    }
+  if (/^#\d+$/.test(wanted)) {
+    const id = Number(wanted.slice(1));
+    for (let at = 0; at < chain.length && found.length < MOST_HITS; at++) if (chain.ids[at] === id) found.push([at, at]);
     return found;
   }
   const begins = new Int32Array(chain.length);
@@ -43,10 +41,8 @@ export function search(chain, vocabulary, wanted) {
 export function Legend({ versions, mode = "version" }) {
   return html`<ul class="legend" aria-label="legend">
     ${mode === "version"
-      ? versions.slice(0, MOST_NAMED).map(
-          (version, at) =>
-            html`<li><span class="swatch v${at % 8}">${letter(at)}</span><span class="short">${version ?? "no version"}</span></li>`,
-        )
+      ? versions.slice(0, MOST_NAMED).map((version, at) => html`<li><span class="swatch v${at % 8}">${letter(at)}</span>
+          <span class="short">${version ?? "no version"}</span></li>`)
       : html`<li><span class="swatch heat"></span>unlikely (the bar below a token is its probability)</li>`}
     ${versions.length > MOST_NAMED && mode === "version" && html`<li>and ${versions.length - MOST_NAMED} more</li>`}
     <li><span class="swatch given"></span>given: masked, no loss</li>
@@ -90,16 +86,13 @@ export function Tokens({ trajectory, chain, length, vocabulary, at = -1, onChoos
 
   useEffect(() => {
     strip.current = new Strip({
-      scroller: scroller.current,
-      canvas: canvas.current,
-      map: map.current,
+      scroller: scroller.current, canvas: canvas.current, map: map.current, letter,
       shown(position, why) {
         if (why === "hover") return setHovered(position);
         setChosen(position);
         tell.current?.(position);
       },
     });
-    strip.current.letter = letter;
     return () => strip.current.close();
   }, []);
   useEffect(() => {
@@ -137,17 +130,12 @@ export function Tokens({ trajectory, chain, length, vocabulary, at = -1, onChoos
   return html`<section class="tokens" aria-label="tokens">
     <div class="toolbar">
       <span class="choice" role="group" aria-label="colour by">
-        ${[["version", "Version"], ["logprob", "Log-prob"]].map(
-          ([name, title]) => html`<button aria-pressed=${mode === name} onClick=${() => setMode(name)}>${title}</button>`,
-        )}
+        ${[["version", "Version"], ["logprob", "Log-prob"]].map(([name, title]) =>
+          html`<button type="button" aria-pressed=${mode === name} onClick=${() => setMode(name)}>${title}</button>`)}
       </span>
       <button type="button" class="bare" title="The next sampled token with a probability below 1 %" onClick=${surprise}>Next unlikely</button>
-      <form class="find" role="search" aria-label="find in this view" onSubmit=${(event) => (event.preventDefault(), go(1))}>
-        <input type="search" placeholder="Find text or #id" aria-label="find text or #id in the tokens" value=${wanted}
-          onInput=${(event) => setWanted(event.target.value)}
-          onKeyDown=${(event) => event.key === "Enter" && event.shiftKey && (event.preventDefault(), go(-1))} />
-        ${wanted && html`<output class="quiet">${found.length ? `${hit + 1} of ${exact(found.length)}` : "none"}</output>`}
-      </form>
+      <${Find} what="Find text or #id" value=${wanted} onInput=${setWanted} onGo=${go}
+        said=${wanted && (found.length ? `${hit + 1} of ${exact(found.length)}` : "none")} />
       <${Legend} versions=${trajectory.versions} mode=${mode} />
     </div>
     ${vocabulary.loaded && !vocabulary.texts && html`<p class="note">Ids are shown, for the service has no texts of this tokenizer: a worker writes them when it loads it.</p>`}

@@ -73,6 +73,18 @@ export function More({ hidden, text, more, name }) {
     ${text.length > MORE_CHARS && html`<button type="button" class="bare" onClick=${whole}>Save all</button>`}</span>`;
 }
 
+/** A field to find something: Enter goes to the next, with Shift to the one before; `said` is what there is. */
+export function Find({ what, value, onInput, onGo, said }) {
+  const key = (event) => {
+    if (event.key !== "Enter") return;
+    event.preventDefault();
+    onGo(event.shiftKey ? -1 : 1);
+  };
+  return html`<div class="find" role="search" aria-label="find in this view">
+    <input type="search" placeholder=${what} aria-label=${what} value=${value} onInput=${(event) => onInput(event.target.value)} onKeyDown=${key} />
+    ${said && html`<output class="quiet">${said}</output>`}</div>`;
+}
+
 /** Give a file to the browser. */
 export function save(blob, name) {
   const link = document.createElement("a");
