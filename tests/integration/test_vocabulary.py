@@ -9,13 +9,12 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from services.state import keys
-from services.state.vocabularies import KEEP_S
 from tests.helpers.lazy import Lazy
 from tests.helpers.published import directory
 from tests.helpers.stack import CHECKPOINT
 from tests.integration.conftest import emptied
 from workers.agent import codec
-from workers.agent.vocabulary import Keeper, texts_of
+from workers.agent.vocabulary import KEEP_S, Keeper, texts_of
 
 transformers = Lazy("transformers")
 client = emptied

@@ -13,14 +13,15 @@ from typing import Any
 import redis
 import structlog
 
-from services.state.vocabularies import Vocabularies
+from services.state import keys
 from workers.agent import codec
 
 log = structlog.get_logger("vocabulary")
 
 LOOK_S = 2.0
-AGAIN_S = 86400.0
-"""After which it is said again that a tokenizer is used; what failed is tried again then."""
+KEEP_S, AGAIN_S = 30 * 86400, 86400.0
+"""For how long the texts are kept after a process has said that it has the tokenizer, and when it says so
+again; what failed is tried again then."""
 PIECE = 1000
 """Ids that are looked at at once: the process has other things to do."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -32,7 +33,7 @@ class Keeper:
     """Keeps what the ids of a process' tokenizers stand for."""
 
     def __init__(self, client: redis.Redis) -> None:
-        self._vocabularies = Vocabularies(client)
+        self._redis = client
         self._kept_at: dict[str, float] = {}
 
     def look(self) -> None:
@@ -43,7 +44,9 @@ class Keeper:
                 continue
             self._kept_at[each.digest] = now
             try:
-                self._vocabularies.keep(each.digest, lambda each=each: packed(texts_of(each.tokenizer)))
+                name = keys.vocabulary(each.digest.rpartition("@")[2])
+                if not self._redis.expire(name, KEEP_S):
+                    self._redis.set(name, packed(texts_of(each.tokenizer)), ex=KEEP_S)
             except redis.RedisError as error:
                 log.warning("the texts of a tokenizer are not kept", tokenizer=each.digest, error=str(error))
             except Exception:

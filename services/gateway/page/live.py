@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Annotated, Literal, get_args
 
@@ -13,8 +14,12 @@ from flask import Blueprint, Response
 from services.gateway.auth import Caller, caller, holder
 from services.gateway.context import Gateway, gateway
 from services.gateway.http import STRING, Tenant, operation, query
-from services.gateway.page.hub import Interest, Viewer
+from services.gateway.metrics import queue_depths
+from services.gateway.page.hub import Viewer
+from services.gateway.page.watched import event
 from services.gateway.problems import ApiProblem, invalid
+from services.gateway.routes.backends import BackendList
+from services.gateway.routes.fleet import current
 from services.gateway.waiting import Waiter, waiter
 from services.state.redis import is_away
 
@@ -34,15 +39,15 @@ def live(
 ) -> Response:
     """What happens, as server-sent events without end; each begins with how it is now."""
     gate, mine, who = gateway(), waiter(), holder()
-    viewer = Viewer(mine, Interest(tenant, _topics(topics), rollout, _ids(ids)))
-    if not (viewer.interest.topics or rollout or viewer.interest.ids):
+    viewer = Viewer(mine, tenant, _topics(topics), rollout, _ids(ids))
+    if not (viewer.topics or rollout or viewer.ids):
         raise invalid("topics", "name what to follow: `topics`, `rollout` or `ids`")
     if rollout is not None and gate.rollouts.state(rollout, tenant) is None:
         detail = f"there is no rollout {rollout!r} that can be read; it may be past its retention"
         raise ApiProblem(404, "No such rollout", detail)
     gate.streams.take(who)
     mine.streams = True
-    gate.live.enter(viewer)
+    gate.live.enter(viewer, partial(_overview, gate))
     response = Response(_events(gate, caller(), viewer), content_type="text/event-stream")
     # A proxy must not collect the events into larger pieces.
     response.headers.update({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
@@ -85,7 +90,24 @@ def _events(gate: Gateway, reader: Caller, viewer: Viewer) -> Iterator[bytes | W
         except redis.RedisError as error:
             if not is_away(error):
                 raise
-        said = gate.live.take(viewer)
+        said = viewer.take()
         if said or time.monotonic() >= mine.deadline:
             yield said or b": nothing new\n\n"
         pause_s = beat_s
+
+
+def _overview(gate: Gateway, tenants: Iterable[str | None]) -> dict[str | None, bytes]:
+    """The event `overview`: what the fleet, the backends and the policy are now, and whose the viewer is."""
+    policy = gate.policy.current()
+    weights = {"version": policy.policy.version, "since": policy.policy.since} if policy else None
+    backends = BackendList(backends=gate.backends.list()).model_dump_json()
+    same = (
+        f'{{"at":{time.time()},"fleet":{current(gate).model_dump_json()},'
+        f'"queues":{json.dumps(queue_depths(gate))},"policy":{json.dumps(weights)},{backends[1:-1]},"tenant":'
+    )
+    live = {usage.tenant.name: usage.live for usage in gate.tenants.usage()}
+    made = {}
+    for tenant in tenants:
+        count = sum(live.values()) if tenant is None else live.get(tenant, 0)
+        made[tenant] = event("overview", f"{same}{json.dumps({'name': tenant or '*', 'live': count})}}}")
+    return made

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from services.gateway.page.hub import Interest, Viewer
+from services.gateway.page.hub import Viewer
 from services.gateway.waiting import Waiter
 from services.state import keys
 from tests.helpers.stack import wait_until
@@ -19,13 +19,13 @@ class Look:
 
     def __init__(self, world, **interest):
         self._hub = world.gate.live
-        self._viewer = Viewer(Waiter(), Interest(**interest))
+        self._viewer = Viewer(Waiter(), **interest)
         self.said = ""
-        self._hub.enter(self._viewer)
+        self._hub.enter(self._viewer, dict)
 
     def until(self, text: str) -> None:
         def told() -> bool:
-            self.said += self._hub.take(self._viewer).decode()
+            self.said += self._viewer.take().decode()
             return text in self.said
 
         wait_until(told, PATIENCE_S, f"{text!r} in {self.said!r}")
