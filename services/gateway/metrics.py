@@ -198,7 +198,7 @@ gauge rollout_results_bytes stored_bytes
 gauge rollout_completions results_length
     Completions that a cursor can still read.
 gauge rollout_completion_streams streams
-    Streams of results open at this gateway.
+    Streams of results, and of `/v1/live`, open at this gateway.
 gauge rollout_page_viewers viewers
     Streams of `/v1/live` open at this gateway: pages that somebody looks at.
 gauge rollout_gateway_waiters waiters
