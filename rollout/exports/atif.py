@@ -14,6 +14,7 @@ from typing import Any
 from rollout import __version__
 from rollout.exports.steps import Step, agent_of, facts, file_name, iso, steps_of, timed
 from rollout.schema import Chain, Rollout, Trajectory
+from rollout.schema.agents import CallRecord
 from rollout.schema.trajectory import TRAINED
 
 SOURCES = {"system": "system", "user": "user", "assistant": "agent", "tool": "user"}
@@ -86,7 +87,7 @@ def _part(rollout: Rollout, record: Trajectory, number: int, talk: list[Step], w
     }
 
 
-def _step(step: Step, call: Any) -> dict[str, Any]:
+def _step(step: Step, call: CallRecord | None) -> dict[str, Any]:
     message, made = step.message, {"source": SOURCES[step.message.role], "message": step.message.text}
     made |= {"timestamp": iso(call.at)} if call else {}
     made |= {"is_copied_context": True} if step.copied else {}
@@ -104,7 +105,7 @@ def _step(step: Step, call: Any) -> dict[str, Any]:
     return made
 
 
-def _metrics(step: Step, trained: bool, call: Any) -> dict[str, Any]:
+def _metrics(step: Step, trained: bool, call: CallRecord | None) -> dict[str, Any]:
     sampled, logprobs, versions = step.sampled.token_ids, step.sampled.logprobs, step.sampled.policy_versions
     extra: dict[str, Any] = {"call_id": step.call_id, "finish_reason": step.stop}
     extra |= {"policy_versions": versions, "loss_mask": [int(trained)] * len(sampled)}

@@ -14,6 +14,7 @@ from typing import Any
 from rollout import __version__
 from rollout.exports.steps import Step, agent_of, end_of, facts, stage, stages, steps_of, timed
 from rollout.schema import Message, Rollout, Trajectory
+from rollout.schema.agents import CallRecord
 
 INTERNAL, CLIENT = 1, 3
 ERROR = 2
@@ -77,7 +78,7 @@ def _agent(trace: _Trace, rollout: Rollout, record: Trajectory, root: str) -> No
     models, tools, before = timed(record, "model"), timed(record, "tool"), len(trace.spans)
     share = (end - begin) / max(1, sum(1 + len(step.tools) for step in calls))
 
-    def add(name: str, call: Any, known: dict[str, Any], kind: int = INTERNAL) -> None:
+    def add(name: str, call: CallRecord | None, known: dict[str, Any], kind: int = INTERNAL) -> None:
         at, seconds = (
             (call.at, call.seconds) if call else (begin + (len(trace.spans) - before) * share, share)
         )
@@ -102,16 +103,16 @@ def _agent(trace: _Trace, rollout: Rollout, record: Trajectory, root: str) -> No
             asked = [*step.results]
 
 
-def _call(rollout: Rollout, step: Step, call: Any, asked: list[Message]) -> dict[str, Any]:
+def _call(rollout: Rollout, step: Step, call: CallRecord | None, asked: list[Message]) -> dict[str, Any]:
     sampling, said = rollout.request.sampling, _message(step.message) | {"finish_reason": step.stop}
     known = {"gen_ai.operation.name": "chat", "gen_ai.response.id": step.call_id or None}
     for name in ("temperature", "top_p", "max_tokens"):
         known[f"gen_ai.request.{name}"] = getattr(sampling, name)
     known |= {"gen_ai.response.finish_reasons": [step.stop], "gen_ai.usage.input_tokens": step.prompt}
     known |= {"gen_ai.usage.output_tokens": len(step.sampled.token_ids)}
-    known |= {"gen_ai.usage.cache_read.input_tokens": getattr(call, "cached_tokens", None)}
+    known |= {"gen_ai.usage.cache_read.input_tokens": call and call.cached_tokens}
     known |= {"gen_ai.input.messages": [_message(message) for message in asked]}
-    known |= {"gen_ai.output.messages": [said], "rollout.backend": getattr(call, "backend", None)}
+    known |= {"gen_ai.output.messages": [said], "rollout.backend": call and call.backend}
     return known | {
         "rollout.policy_versions": list(dict.fromkeys(filter(None, step.sampled.policy_versions)))
     }

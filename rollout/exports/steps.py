@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from rollout.schema import Chain, Message, Rollout, ToolCall, Trajectory
+from rollout.schema.agents import CallRecord
 
 
 @dataclass
@@ -66,9 +67,9 @@ def _add(steps: list[Step], messages: Iterable[Message], copied: bool) -> None:
             steps.append(Step(message, copied=copied))
 
 
-def timed(trajectory: Trajectory | None, kind: str) -> dict[str | None, Any]:
-    """The calls of a kind (`model`, `tool`) that were timed, by id; in records of before there are none."""
-    return {call.id: call for call in getattr(trajectory, "calls", ()) if call.kind == kind}
+def timed(trajectory: Trajectory, kind: str) -> dict[str | None, CallRecord]:
+    """The calls of a kind that were timed, by id; in records of older releases there are none."""
+    return {call.id: call for call in trajectory.calls if call.kind == kind}
 
 
 def stages(rollout: Rollout) -> list[tuple[str, int, float, float]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -13,6 +12,7 @@ from rollout.errors import RolloutError
 from rollout.exports import FORMATS, atif, write
 from rollout.exports.steps import file_name, steps_of
 from rollout.schema import Chain, ErrorInfo, RolloutRequest, Segment, State
+from rollout.schema.agents import CallRecord
 from rollout.schema.rollouts import TimelineEvent
 from rollout.trajectory import FinishReason, Message, ToolCall, Trajectory
 from tests.helpers.readers import read
@@ -110,10 +110,10 @@ def timed(index: int = 0):
     """The same rollout with the times of its calls."""
     known = {"seconds": 0.25, "backend": "b1", "cached_tokens": 2}
     made = record(index)
-    made.trajectory.__dict__["calls"] = [
-        SimpleNamespace(kind="model", id="a", at=1003.0, **known),
-        SimpleNamespace(kind="tool", id="c1", at=1003.5, **known),
-        SimpleNamespace(kind="model", id="b", at=1003.75, **known),
+    made.trajectory.calls = [
+        CallRecord(kind="model", id="a", at=1003.0, **known),
+        CallRecord(kind="tool", id="c1", at=1003.5, **known),
+        CallRecord(kind="model", id="b", at=1003.75, **known),
     ]
     return made
 

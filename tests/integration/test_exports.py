@@ -59,6 +59,9 @@ def test_a_group_is_a_log_a_job_and_traces(group, export, tmp_path):
 
     export("exported", "--format", "harbor", "-o", tmp_path / "jobs" / "exported")
     trials = read("harbor", tmp_path / "jobs")["exported"]["trials"]
+    tools = [r.id for r in group if len(r.trajectory.calls) > r.trajectory.turns]
+    played = [path.parts[-3] for path in tmp_path.rglob("recording.cast")]
+    assert sorted(played) == sorted(map(file_name, tools)) and tools
     read_back = {
         name: trial["result"]["verifier_result"]["rewards"]["reward"] for name, trial in trials.items()
     }
@@ -71,6 +74,9 @@ def test_a_group_is_a_log_a_job_and_traces(group, export, tmp_path):
         assert len(chats) == rollout.trajectory.turns
         begin, end = spans[0]["times"]
         assert all(begin <= at <= until <= end + 0.1 for at, until in (span["times"] for span in spans))
+        assert not [span for span in spans if "rollout.times_estimated" in span["attributes"]]
+        calls = [span["attributes"]["gen_ai.response.id"] for span in chats]
+        assert calls == [call.id for call in rollout.trajectory.calls if call.kind == "model"]
 
 
 def test_a_page_is_one_file_with_all_that_its_view_asks_for(group, export, tmp_path):
