@@ -47,6 +47,12 @@ SEEN = """() => {
   requestAnimationFrame(look);
 }"""
 """Notes, in each frame, how old the output is that is new in it."""
+DRAWN = """(() => {
+  const strip = document.querySelector("[role=application] canvas");
+  if (!strip?.width) return false;
+  return strip.getContext("2d").getImageData(0, 0, strip.width, Math.min(strip.height, 200)).data.some(Boolean);
+})()"""
+"""Whether the strip of tokens has its first rows."""
 TEXT = "(document.querySelector('main')?.textContent ?? '')"
 PAINTED = "performance.getEntriesByName('first-contentful-paint')[0]"
 
@@ -93,7 +99,7 @@ def open_tokens(browser: Browser, state: Any, url: str, rollout_id: str) -> floa
     with opened(browser, state) as context:
         page = context.new_page()
         page.goto(f"{url}/#/rollouts/{rollout_id}?tab=tokens")
-        return frame_when(page, f"/Turn.{{0,3}}0/.test({TEXT})")
+        return frame_when(page, DRAWN)
 
 
 def lags(browser: Browser, state: Any, url: str, rollout_id: str, count: int) -> list[float]:

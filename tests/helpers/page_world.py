@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import pytest
 from rollout.batch import BatchRequest
 from rollout.client import Client
 from rollout.schema import Rollout, RolloutRequest
+from services.gateway.auth import CACHE_S
 from services.state.api_keys import KeyStore, Scope
 from services.state.redis import connect
 from tests.helpers import page_policy, page_records
@@ -58,6 +60,13 @@ class PageWorld:
         words = page_policy.write_plan(self.plans, name, *variants)
         task = {"prompt": f"Mend calc.py, in which twice(2) is 5. ({words})", **fields.pop("task", {})}
         return RolloutRequest(handler="mend", task=task, **fields)
+
+    def new_key(self, *scopes: Scope) -> tuple[str, str]:
+        """Id and text of a key of the tenant `default`, once the gateway has read of it."""
+        with connect(self.stack.redis.url) as redis:
+            key, text = KeyStore(redis).create("default", scopes)
+        time.sleep(CACHE_S + 0.1)
+        return key.id, text
 
     def submit(self, handler: str, **fields: Any) -> str:
         """Start a rollout; its id."""
