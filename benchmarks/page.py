@@ -50,7 +50,8 @@ SEEN = """() => {
 DRAWN = """(() => {
   const strip = document.querySelector("[role=application] canvas");
   if (!strip?.width) return false;
-  return strip.getContext("2d").getImageData(0, 0, strip.width, Math.min(strip.height, 200)).data.some(Boolean);
+  const [width, height] = [strip.width, Math.min(strip.height, 200)];
+  return strip.getContext("2d").getImageData(0, 0, width, height).data.some(Boolean);
 })()"""
 """Whether the strip of tokens has its first rows."""
 TEXT = "(document.querySelector('main')?.textContent ?? '')"
