@@ -14,12 +14,15 @@ from pathlib import Path
 from flask import Blueprint, Response, current_app, request
 from werkzeug.security import safe_join
 
+from services.gateway.door import is_loopback
 from services.gateway.http import JSON, STRING, operation
 from services.gateway.problems import ApiProblem
 
 blueprint = Blueprint("page", __name__)
 
 STATIC = Path(__file__).with_name("static")
+MOST_NAME = 100
+"""Characters; the file system complains of names that it finds too long."""
 INDEX = "index.html"
 HTML = "text/html"
 SCRIPT = "text/javascript"
@@ -59,7 +62,7 @@ def send(name: str) -> Response:
         ApiProblem: 404; there is no such file.
     """
     path = Path(safe_join(str(STATIC), name) or "")
-    if not path.is_file():
+    if len(name) > MOST_NAME or not path.is_file():
         raise ApiProblem(404, "No such file", "the page has no file of that name; it begins at /")
     body, packed, etag = _read(path, path.stat().st_mtime_ns)
     kind = SCRIPT if path.suffix == ".js" else mimetypes.guess_type(path)[0] or "text/plain"
@@ -67,9 +70,18 @@ def send(name: str) -> Response:
     if request.accept_encodings.quality("gzip") > 0:
         response.set_data(packed)
         response.headers["Content-Encoding"], etag = "gzip", f"{etag}-gzip"
+    if not _trustworthy():
+        del response.headers["Cross-Origin-Opener-Policy"]
     response.set_etag(etag)
     response.vary.add("Accept-Encoding")
     return response.make_conditional(request)
+
+
+def _trustworthy() -> bool:
+    """Whether browsers heed headers for secure contexts; elsewhere they complain of them in the console."""
+    host = request.host.rpartition(":")[0] or request.host
+    secure = request.is_secure or request.headers.get("X-Forwarded-Proto") == "https"
+    return secure or is_loopback(host.strip("[]"))
 
 
 @blueprint.get("/page/<path:name>")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import socket
 
 import pytest
 
@@ -88,3 +89,25 @@ def test_the_port_that_needs_no_key_has_no_page(world):
     at = {"base_url": "http://127.0.0.1:8006", "headers": {"Accept": BROWSER}}
     assert world.get("/", **at).json["service"] == "rollout"
     assert world.get("/page/index.html", **at).status_code == 404
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "%00", "..%2f..%2fauth.py", "vendor", "index.html/x"])
+def test_a_name_that_is_no_file_is_not_there(world, name):
+    assert world.get(f"/page/{name}").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("url", "heeded"),
+    [
+        ("http://127.0.0.1:8000", True),
+        ("http://[::1]:8000", True),
+        ("http://localhost", True),
+        (f"https://{socket.gethostname()}", True),
+        (f"http://{socket.gethostname()}:8000", False),
+        ("http://10.1.2.3", False),
+    ],
+)
+def test_a_header_that_browsers_complain_of_without_tls_is_left_out_there(world, url, heeded):
+    answer = world.app.test_client().get("/page/index.html", base_url=url)
+    assert answer.status_code == 200
+    assert ("Cross-Origin-Opener-Policy" in answer.headers) is heeded
