@@ -23,6 +23,7 @@ import heapq
 import os
 import re
 import resource
+import select
 import selectors
 import socket
 import time
@@ -60,6 +61,10 @@ _LENGTH = re.compile(rb"\r\nContent-Length:[ \t]*(\d{1,9})[ \t]*\r\n", re.IGNORE
 _NOT_EARLY = re.compile(rb"\r\n(?:Transfer-Encoding|Expect)[ \t]*:", re.IGNORECASE)
 SEND_S = 10.0
 """Seconds that a reader may keep a thread from sending the next piece."""
+STREAM_SEND_S = 2.0
+"""The same of a piece of a stream, which is begun only where the reader has taken what came before."""
+FULL_S = 0.25
+"""Between two looks whether a stream's reader takes something again."""
 SEND_RATE = 256 << 10
 """Bytes a second that a reader of an answer has to take beyond that."""
 STALE_TIMERS = 256
@@ -117,6 +122,8 @@ class Connection(TConn):
         """Whose request is parked or asked for its body, until that has been answered."""
         self.goes_on = False
         """A request that was parked has a thread again."""
+        self.full_since: float | None = None
+        """Monotonic time since when the reader of its stream takes nothing; None = it does."""
 
 
 class Watch(NamedTuple):
@@ -182,7 +189,8 @@ class ParkingWorker(ThreadWorker):
             write = response.write
 
             def write_in_time(item: bytes) -> None:
-                response.sock.settimeout(SEND_S + len(item) / SEND_RATE)
+                patience_s = SEND_S if waiter.body is None else STREAM_SEND_S
+                response.sock.settimeout(patience_s + len(item) / SEND_RATE)
                 write(item)
 
             response.write = write_in_time
@@ -347,10 +355,27 @@ class ParkingWorker(ThreadWorker):
 
     def _wake(self, conn: Connection, waiter: ParkedWaiter) -> None:
         if conn.waiter is waiter and self._watched.get(conn) is self._parked:
+            if waiter.body is not None and self.alive and not self._takes(conn):
+                return
             self._unwatch(conn)
             waiter.over = not self.alive
             self._woken.append(conn)
             self._go_on()
+
+    def _takes(self, conn: Connection) -> bool:
+        """Whether the reader of a stream takes what comes. Who does not is waited for here, by no thread."""
+        writable, now = select.poll(), time.monotonic()
+        writable.register(conn.sock, select.POLLOUT)
+        if writable.poll(0):
+            conn.full_since = None
+            return True
+        conn.full_since = conn.full_since or now
+        if now < conn.full_since + SEND_S:
+            self._set_deadline(conn, now + FULL_S)
+        else:
+            self.log.info("Closing a stream whose reader takes nothing.")
+            self._hang_up(conn)
+        return False
 
     def _go_on(self) -> None:
         while self._woken and self._going_on < self._most_going_on:

@@ -13,9 +13,11 @@ import psutil
 import pytest
 
 from rollout.schema import RolloutRequest
+from services.state import keys
 from services.state.fleet import FleetStore
 from tests.helpers.gateways import started_gateway
 from tests.helpers.keys import HEADER, HEADERS, metric
+from tests.helpers.live import Live
 from tests.helpers.stack import Stack, free_port, healthy, wait_until
 from tests.helpers.waiters import Waiters
 from workers.handlers.noop import Noop
@@ -243,3 +245,31 @@ def test_where_all_places_are_taken_the_half_sent_make_room(gateway):
             more.enter_context(made).sendall(HALVES["line"])
         assert p99_s(gateway.url, 50) < 5.0
         assert refused(gateway.url, "full") > 0
+
+
+def test_readers_of_streams_who_take_nothing_keep_no_thread_from_those_who_do(gateway):
+    redis, lags, end = gateway.redis.client, [], 0
+    names = [f"slow-{number}" for number in range(2)]
+    for name in names:
+        gateway.client.submit(RolloutRequest(handler="noop", id=name))
+        redis.hset(keys.record(name), mapping={"state": "running", "attempt": 1})
+    asks = f"GET /v1/live?rollout={names[0]} HTTP/1.1\r\nHost: 127.0.0.1\r\n{HEADER}\r\n".encode()
+    with ExitStack() as opened:
+        for _ in range(40):
+            slow = opened.enter_context(socket.socket())
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.connect(("127.0.0.1", gateway.port))
+            slow.sendall(asks)
+        reader = opened.enter_context(Live(gateway.url, rollout=names[1]))
+        reader.until("rollout")
+        piece = {"operation": 1, "kind": "bash", "running": True}
+        for number in range(80):
+            flood = {"offset": end, "end": (end := end + 60_000), "text": "y" * 60_000}
+            redis.publish(keys.live(names[0]), json.dumps(piece | flood))
+            told = {"offset": number, "end": number + 1, "text": f"{time.time():.6f}\n"}
+            redis.publish(keys.live(names[1]), json.dumps(piece | told))
+            time.sleep(0.1)
+        wait_until(lambda: reader.text().count("\n") >= 75, PATIENCE_S, "what was printed")
+    for at, name, data in reader.events:
+        lags += [at - float(line) for line in data["text"].splitlines()] if name == "output" else []
+    assert max(lags) < 2.0, sorted(lags)[-5:]
