@@ -6,6 +6,8 @@ const BACK_OFF_MS = [500, 1000, 2000, 5000, 10000, 15000];
 const SILENCE_MS = 45000; // three heartbeats
 const STEADY_MS = 5000; // a stream that is cut at once is asked for ever less often
 const HIDDEN_MS = 60000; // a tab that nobody sees costs the service nothing after that
+const MOST_IDS = 200; // of a stream
+const MOST_IDS_CHARS = 3500; // a gateway takes 4094 bytes of address
 const OF_A_TENANT = /^\/v1\/(rollouts|results|batches|reports|live)\b/; // these routes take `tenant=`
 
 /** What the API refused, as its problem document says it; status 0 = no answer came. */
@@ -46,6 +48,12 @@ function decoded(text) {
   } catch {
     return text; // a stray % is part of a name
   }
+}
+
+/** So many ids, for `ids` of a stream, as an address has room for. */
+export function idsOf(ids) {
+  let room = MOST_IDS_CHARS;
+  return ids.slice(0, MOST_IDS).filter((id) => (room -= encodeURIComponent(`${id},`).length) >= 0).join(",");
 }
 
 /** The address of a view; the tenant that an admin looks at goes along. */

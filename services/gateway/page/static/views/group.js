@@ -1,5 +1,5 @@
 // A group: siblings side by side, where they first differ, and how their rewards are spread.
-import { embedded, get, getBytes } from "../api.js";
+import { embedded, get, getBytes, idsOf } from "../api.js";
 import {
   Copy, Duration, ENDED_STATES, Empty, Failure, Head, Link, Loading, Reward, StateMark, digits, html, shortId, useEffect,
   useLive, useMemo, useReducer, useRef, useState, words,
@@ -13,7 +13,6 @@ import { Words, exact, fixed, visible } from "./words.js";
 const PAGE = 500;
 /** Trajectories that are fetched unasked; of a larger group one chooses. */
 const FIRST_FETCHED = 8;
-const MOST_FOLLOWED = 200;
 const MOST_COMPARED = 4;
 const RELOAD_MS = 1000;
 const BUCKETS = 20;
@@ -151,7 +150,7 @@ function useMembers(id) {
   }, [id, turn]);
   const waited = useRef(null);
   const open = (answer.data ?? []).filter((each) => !each.finished_at).map((each) => each.id);
-  const status = useLive(open.length ? { ids: open.slice(0, MOST_FOLLOWED).join(",") } : null, {
+  const status = useLive(open.length ? { ids: idsOf(open) } : null, {
     states(states) {
       setAnswer(({ data, ...rest }) => ({ ...rest, data: data.map((each) => ({ ...each, ...states[each.id] })) }));
       if (Object.values(states).some(({ state }) => ENDED_STATES.includes(state))) waited.current ??= setTimeout(() => ((waited.current = null), reload()), RELOAD_MS);

@@ -1,10 +1,13 @@
 // How a rollout came out: its reward and what scored it, each attempt and why it ended, and the receipt in words.
-import { Copy, ENDED_STATES, Empty, StateMark, bytes, digits, html, span, words } from "../ui.js";
+import { Copy, ENDED_STATES, Empty, StateMark, bytes, digits, html, span, useMemo, words } from "../ui.js";
 import { Diff, isDiff } from "./diff.js";
 import { Terminal } from "./terminal.js";
 import { Words, exact, save } from "./words.js";
 
 const ENDED = new Set(ENDED_STATES);
+/** Characters of an artifact that is taken apart; a longer one is shown as text, cut. */
+const MOST_READ = 2_000_000;
+const MOST_DEPTH = 100;
 
 /** Names and numbers. */
 function Numbers({ values, signed = false }) {
@@ -30,8 +33,11 @@ export function Fault({ error }) {
   </div>`;
 }
 
-function shownJson(text) {
-  if (!/^\s*[[{]/.test(text) || text.length > 2_000_000) return null;
+/** JSON with indents, which are a square of its depth: what is deeper than people write is left as it is. */
+export function shownJson(text) {
+  if (!/^\s*[[{]/.test(text) || text.length > MOST_READ) return null;
+  let depth = 0;
+  for (const [bracket] of text.matchAll(/[[{}\]]/g)) if ((depth += "[{".includes(bracket) ? 1 : -1) > MOST_DEPTH) return null;
   try {
     return JSON.stringify(JSON.parse(text), null, 2);
   } catch {
@@ -40,8 +46,8 @@ function shownJson(text) {
 }
 
 function Artifact({ name, text, owner }) {
-  const json = shownJson(text);
-  const body = isDiff(text)
+  const json = useMemo(() => shownJson(text), [text]);
+  const body = text.length < MOST_READ && isDiff(text)
     ? html`<${Diff} text=${text} />`
     : json
       ? html`<${Words} text=${json} owner=${owner} name=${name} kind="code" />`

@@ -3,7 +3,7 @@ import {
   html, useState, useEffect, useMemo, useRef, Ago, Copy, count, Duration, Empty, Failure, Head, headings, Icon, LIVE_STATES, Link,
   Loading, plural, Reward, shortId, STATES, StateMark, useGet, useLive, useRowKeys, words,
 } from "../ui.js";
-import { get, hashOf } from "../api.js";
+import { get, hashOf, idsOf } from "../api.js";
 import { useListing } from "./listing.js";
 
 const PAGE = 50;
@@ -112,7 +112,7 @@ export function RolloutsView({ query }) {
   const table = useRef();
   useRowKeys(table);
   const live = useMemo(() => page.rows.filter((r) => LIVE_STATES.includes(r.state)).map((r) => r.id), [page.key, page.rows.length]);
-  const status = useLive(live.length ? { ids: live.join(",") } : null, {
+  const status = useLive(live.length ? { ids: idsOf(live) } : null, {
     states: (states) => {
       page.update((r) => (states[r.id] ? { ...r, ...states[r.id] } : r));
       // What an ended one came to is more than its state.

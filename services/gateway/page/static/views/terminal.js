@@ -16,13 +16,14 @@ export function settled(text) {
     end === "m" && !between && /^[\d;]*$/.test(numbers) ? whole : "",
   );
   if (!/[\r\b]/.test(colours)) return colours;
-  return colours.replace(/\r+\n/g, "\n").split("\n").map(overwritten).join("\n");
+  // Behind no other \r: a run of them is looked at once, and not once from each of its places.
+  return colours.replace(/(?<!\r)\r+\n/g, "\n").split("\n").map(overwritten).join("\n");
 }
 
 /** A line after its carriage returns: what was written last stays. */
 function overwritten(line) {
   if (!/[\r\b]/.test(line)) return line;
-  const last = line.replace(/\r+$/, "");
+  const last = line.replace(/(?<!\r)\r+$/, "");
   return last.slice(last.lastIndexOf("\r") + 1).replace(/[^\b]\x08/g, "").replace(/\x08/g, "");
 }
 

@@ -21,6 +21,9 @@ function byInterest(a, b) {
   return rank(a) - rank(b) || (a < b ? -1 : 1);
 }
 
+/** A metric of a report, or null: names are the trainer's, and `constructor` is one, too. */
+const valueOf = (report, name) => (Object.hasOwn(report.metrics, name) ? report.metrics[name] : null);
+
 /** Exponential moving average that begins unbiased; gaps stay gaps. */
 function smoothed(values, weight) {
   let sum = 0, norm = 0;
@@ -89,16 +92,16 @@ function Chart({ name, runs, smooth }) {
 const Swatch = ({ place }) => html`<svg width="22" height="8" aria-hidden="true"><line x1="0" y1="4" x2="22" y2="4" class="swatch"
   style=${{ stroke: `var(--c${place + 1})` }} stroke-dasharray=${DASHES[place].join(" ")} /></svg>`;
 
-/** The reports of some runs, kept as they come: `{run: reports}`. */
+/** The reports of some runs, kept as they come: `{run: reports}`, whatever a run is called. */
 function useReports(names) {
-  const [all, setAll] = useState({});
+  const [all, setAll] = useState(Object.create(null));
   const [error, setError] = useState(null);
   const busy = useRef(new Set());
   const load = (run) => {
     if (busy.current.has(run)) return;
     busy.current.add(run);
     get(`/v1/reports/${encodeURIComponent(run)}`).then(
-      (answer) => setAll((old) => ({ ...old, [run]: answer.reports })), setError,
+      (answer) => setAll((old) => Object.assign(Object.create(null), old, { [run]: answer.reports })), setError,
     ).finally(() => busy.current.delete(run));
   };
   useEffect(() => names.filter((run) => !all[run]).forEach(load), [names.join()]);
@@ -112,7 +115,7 @@ function Steps({ run, reports, names }) {
       ${headings(["Step", "right"], "Version", ...names.map((name) => [name, "right"]), ["Reported", "right"])}
       <tbody>${reports.slice(-TABLE_ROWS).reverse().map((one) => html`<tr key=${one.step}>
         <td class="right num">${count(one.step)}</td><td class="mono">${one.policy_version ?? "–"}</td>
-        ${names.map((name) => html`<td class="right num" key=${name}>${digits(one.metrics[name])}</td>`)}
+        ${names.map((name) => html`<td class="right num" key=${name}>${digits(valueOf(one, name))}</td>`)}
         <td class="right quiet"><${Ago} at=${one.at} /></td></tr>`)}</tbody></table></div></section>`;
 }
 
@@ -134,8 +137,8 @@ function Runs({ runs, query, status }) {
     return [...new Set(every)].sort(byInterest);
   }, [all, here.join()]);
   const series = useMemo(() => {
-    const of = (name) => here.filter((run) => all[run].some((one) => name in one.metrics)).map((run) => ({
-      run, place: chosen.indexOf(run), steps: all[run].map((one) => one.step), values: all[run].map((one) => one.metrics[name] ?? null),
+    const of = (name) => here.filter((run) => all[run].some((one) => valueOf(one, name) !== null)).map((run) => ({
+      run, place: chosen.indexOf(run), steps: all[run].map((one) => one.step), values: all[run].map((one) => valueOf(one, name)),
     }));
     return Object.fromEntries(names.map((name) => [name, of(name)]));
   }, [names]);

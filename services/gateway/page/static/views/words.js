@@ -49,10 +49,10 @@ const asked = new WeakMap();
 
 /** How much of an object's text somebody asked for: kept beside it, for virtual lists forget what they do not show. */
 export function useMore(owner, name, lines = FIRST_LINES) {
-  const [size, setSize] = useState((owner && asked.get(owner)?.[name]) ?? { chars: Math.min(FIRST_CHARS, lines * LINE_CHARS), lines });
+  const [size, setSize] = useState((owner && asked.get(owner)?.get(name)) ?? { chars: Math.min(FIRST_CHARS, lines * LINE_CHARS), lines });
   const more = () => {
     const next = { chars: Math.min(MOST_CHARS, size.chars + MORE_CHARS), lines: size.lines + MORE_LINES };
-    if (owner) asked.set(owner, { ...asked.get(owner), [name]: next });
+    if (owner) asked.set(owner, new Map(asked.get(owner)).set(name, next));
     setSize(next);
   };
   return [size, more];

@@ -1,0 +1,52 @@
+"""Names and texts that somebody chose to harm the page: it goes on, and soon."""
+
+from __future__ import annotations
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.helpers.keys import http
+
+SOON_MS = 1500
+NAMES = ("constructor", "toString", "valueOf")
+"""What every object of JavaScript has, too."""
+
+
+@pytest.mark.parametrize(
+    ("module", "call"),
+    [
+        ("terminal", r"m.settled('\r'.repeat(500_000) + 'x')"),
+        ("terminal", r"m.settled('\r'.repeat(500_000) + 'x\n')"),
+        ("terminal", r"m.settled('\x1b['.repeat(250_000))"),
+        ("terminal", r"m.settled('x\b'.repeat(250_000))"),
+        ("outcome", "m.shownJson(`[${('['.repeat(3000) + ']'.repeat(3000) + ',').repeat(200)}1]`)"),
+        ("words", r"m.visible('\u202e'.repeat(500_000))"),
+    ],
+)
+def test_a_text_made_to_be_slow_is_read_soon(open_view, module, call):
+    page = open_view("rollouts")
+    script = f"""async () => {{ const m = await import("/page/views/{module}.js");
+        const began = performance.now(); {call}; return performance.now() - began; }}"""
+    assert page.evaluate(script) < SOON_MS
+
+
+def test_ids_of_a_stream_fit_into_an_address(open_view, world):
+    page = open_view("rollouts")
+    ids = [f"019f0000-0000-7000-8000-{number:012d}.{number}" for number in range(300)]
+    script = "async (ids) => (await import('/page/api.js')).idsOf(ids)"
+    few, many = (page.evaluate(script, some) for some in (ids[:3], ids))
+    assert few == ",".join(ids[:3]) and 50 < len(many.split(",")) < 200
+    with http.stream("GET", f"{world.url}/v1/live", params={"ids": many}) as answer:
+        assert answer.status_code == 200
+
+
+def test_runs_and_metrics_may_be_called_like_what_every_object_has(open_view, world):
+    for run in NAMES:
+        world.client.report(0, {"reward": 0.5}, run=run)
+        world.client.report(1, dict.fromkeys(NAMES, 0.25) | {"__proto__": 1.0}, run=run)
+    page = open_view(f"training?runs={','.join(NAMES)}")
+    for name in NAMES:
+        expect(page.get_by_role("heading", name=name, exact=True)).to_be_visible()
+    page.get_by_role("tab", name="Table").click()
+    expect(page.get_by_role("table").first).to_be_visible()
+    expect(page.get_by_text("This view failed")).to_have_count(0)
