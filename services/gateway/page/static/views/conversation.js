@@ -41,7 +41,8 @@ export function itemsOf(trajectory, chain) {
     begun = null;
   }
   if (chain === trajectory.chains[trajectory.chains.length - 1]) {
-    trajectory.unread.forEach((message, place) => items.push({ key: `unread.${place}`, role: message.role, message, unread: true, name: message.name }));
+    trajectory.unread.forEach((message, place) =>
+      items.push({ key: `unread.${place}`, role: message.role, message, unread: true, name: message.name }));
   }
   return items;
 }
@@ -60,7 +61,8 @@ export function Version({ at, trajectory }) {
 
 function Meta({ item, trajectory, chain, onTokens }) {
   const { tokens } = item;
-  if (item.unread) return html`<span class="msg-meta">${trajectory.finish_reason ? "no model call has read it: a limit ended the rollout" : "not read by a model call yet"}</span>`;
+  const unread = trajectory.finish_reason ? "no model call has read it: a limit ended the rollout" : "not read by a model call yet";
+  if (item.unread) return html`<span class="msg-meta">${unread}</span>`;
   if (!item.first) return null;
   const { start, end, versions, segment } = tokens;
   const call = tokens.timed;
@@ -79,22 +81,20 @@ function Meta({ item, trajectory, chain, onTokens }) {
   return html`<span class="msg-meta">
     ${versions.map((at) => html`<${Version} at=${at} trajectory=${trajectory} />`)}
     ${facts.map((fact, at) => html`${at > 0 && " · "}<span>${fact}</span>`)}
-    <button class="bare" title="Show these tokens" aria-label="Show these tokens" onClick=${() => onTokens(start)}>tokens<${Icon} name="right" /></button>
+    <button class="bare" title="Show these tokens" aria-label="Show these tokens" onClick=${() => onTokens(start)}>
+      tokens<${Icon} name="right" /></button>
   </span>`;
 }
 
-function Call({ call }) {
+/** A tool call with its arguments, a single one as it is. */
+export function Call({ call }) {
   const given = Object.entries(call.arguments ?? {});
   const single = given.length === 1 && typeof given[0][1] === "string";
   return html`<div class="call">
-    <div class="call-name"><span class="call-mark" aria-hidden="true">→</span><b>${call.name}</b>${single && html`<span class="quiet">${given[0][0]}</span>`}</div>
-    ${given.map(([name, value]) => {
-      const text = typeof value === "string" ? value : JSON.stringify(value, null, 1);
-      return html`<div class="argument">
-        ${!single && html`<span class="argument-name">${name}</span>`}
-        <${Words} text=${text} owner=${call} name=${name} kind="code" />
-      </div>`;
-    })}
+    <div class="call-name"><span class="call-mark" aria-hidden="true">→</span><b>${call.name}</b>
+      ${single && html`<span class="quiet">${given[0][0]}</span>`}</div>
+    ${given.map(([name, value]) => html`${!single && html`<span class="argument-name">${name}</span>`}
+      <${Words} text=${typeof value === "string" ? value : JSON.stringify(value, null, 1)} owner=${call} name=${name} kind="code" />`)}
     ${!given.length && html`<span class="quiet">without arguments</span>`}
   </div>`;
 }
@@ -114,7 +114,8 @@ function Message({ item, trajectory, chain, onTokens, found }) {
     </header>
     <div class="msg-body">
       ${!message && html`<p class="quiet">${exact(item.tokens.end - item.tokens.start)} tokens without a text of their own in this chain</p>`}
-      ${message?.reasoning && html`<div class="reasoning"><span class="reasoning-name">reasoning</span><${Words} text=${message.reasoning} owner=${message} name="reasoning" /></div>`}
+      ${message?.reasoning && html`<div class="reasoning"><span class="reasoning-name">reasoning</span><${Words} text=${message.reasoning}
+        owner=${message} name="reasoning" /></div>`}
       ${output
         ? html`<${Terminal} text=${text} owner=${message} label=${`output of ${item.name ?? "the tool"}`} name=${item.name ?? "output"} />`
         : text && html`<${Words} text=${text} owner=${message} lines=${role === "system" ? SYSTEM_LINES : undefined} />`}
@@ -128,11 +129,13 @@ export function Now({ output, state }) {
   if (output) {
     return html`<article class="msg msg-tool" aria-label="running command">
       <header><span class="msg-role">${output.kind}</span>
-        <span class="msg-meta"><span class="live is-live"><span class="dot" aria-hidden="true"></span>${output.running ? "running" : "ended"}</span></span></header>
+        <span class="msg-meta"><span class="live is-live"><span class="dot" aria-hidden="true"></span>${output.running ? "running"
+          : "ended"}</span></span></header>
       <div class="msg-body"><${Terminal} text=${output.text} running=${output.running} label="output of the running command" /></div>
     </article>`;
   }
-  return html`<div class="msg-wait" role="status"><span class="spinner" aria-hidden="true"></span>${state === "running" ? "the agent is at work" : state}</div>`;
+  return html`<div class="msg-wait" role="status"><span class="spinner" aria-hidden="true"></span>
+    ${state === "running" ? "the agent is at work" : state}</div>`;
 }
 
 function estimate(item) {
@@ -211,6 +214,7 @@ export function Conversation({ trajectory, chain, length, output, state, running
     <${VirtualList} items=${all} estimate=${estimate} handle=${handle} follow=${running} label="messages"
       render=${(item, place) => item.live
         ? html`<${Now} output=${output} state=${state} />`
-        : html`<${Message} item=${item} trajectory=${trajectory} chain=${chain} onTokens=${onTokens} found=${found[at] === place ? needle : null} />`} />
+        : html`<${Message} item=${item} trajectory=${trajectory} chain=${chain} onTokens=${onTokens}
+            found=${found[at] === place ? needle : null} />`} />
   </section>`;
 }

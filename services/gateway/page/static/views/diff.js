@@ -23,7 +23,8 @@ export function readDiff(text) {
     const inHunk = oldLeft > 0 || nowLeft > 0;
     const hunk = /^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@/.exec(line);
     if (!inHunk && line.startsWith("diff --git ")) begin(line.slice(11).split(" ").pop().replace(/^b\//, ""));
-    else if (!inHunk && line.startsWith("--- ") && (!file || file.lines.some((each) => each.kind === "hunk"))) begin(line.slice(4).replace(/^a\//, ""));
+    const begun = file && !file.lines.some((each) => each.kind === "hunk");
+    if (!inHunk && !begun && line.startsWith("--- ")) begin(line.slice(4).replace(/^a\//, ""));
     if (!file) begin("");
     if (!inHunk && /^\+\+\+ /.test(line) && !line.includes("/dev/null")) file.name = line.slice(4).replace(/^b\//, "");
     if (hunk) {
@@ -73,6 +74,7 @@ export function Diff({ text }) {
             <span class="code">${visible(line.text.slice(0, MOST_LINE_CHARS))}${line.text.length > MOST_LINE_CHARS && " …"}</span></div>`)}
         </div></details>`;
     })}
-    ${total > most && html`<button type="button" class="bare" onClick=${() => setMost(most + 2000)}>Show more (${exact(total - most)} lines)</button>`}
+    ${total > most && html`<button type="button" class="bare" onClick=${() => setMost(most + 2000)}>
+      Show more (${exact(total - most)} lines)</button>`}
   </div>`;
 }

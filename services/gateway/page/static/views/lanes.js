@@ -167,7 +167,9 @@ export function Lanes({ rollout, calls, running }) {
           d=${`M${x(note.at)} ${TOP - 8}l4 -5h-8z`}><title>${note.text}</title></path>`)}
       </svg>`}
     </div>
-    <p class="legend-line"><span class="key in-waiting"></span>waiting <span class="key in-run"></span>stage <span class="key in-model"></span>model call, the dark foot is what was cached of its prompt <span class="key in-tool"></span>tool call <span aria-hidden="true">▾</span> note</p>
+    <p class="legend-line"><span class="key in-waiting"></span>waiting <span class="key in-run"></span>stage <span
+      class="key in-model"></span>model call, the dark foot is what was cached of its prompt <span
+        class="key in-tool"></span>tool call <span aria-hidden="true">▾</span> note</p>
     ${!calls?.length && html`<p class="quiet">There are no times of single calls: nothing was called, or an older release recorded this rollout.</p>`}
     <${Listed} bars=${bars} start=${start} />
   </section>`;
@@ -178,7 +180,8 @@ function Listed({ bars, start }) {
   const ordered = [...bars].sort((one, other) => one.start - other.start);
   return html`<details class="listed"><summary>As a table (${exact(bars.length)})</summary>
     <div class="table-frame" tabindex="0" role="group" aria-label="stages and calls"><table class="list">
-      <thead><tr>${["after", "took", "prompt", "cached", "what", "by"].map((name, at) => html`<th scope="col" class=${at < 4 ? "right" : ""}>${name}</th>`)}</tr></thead>
+      <thead><tr>${["after", "took", "prompt", "cached", "what", "by"].map((name, at) => html`<th scope="col" class=${at < 4 ? "right"
+        : ""}>${name}</th>`)}</tr></thead>
       <tbody>${ordered.slice(0, most).map((bar) => html`<tr>
         <td class="right num">${span(bar.start - start)}</td><td class="right num">${span(bar.end - bar.start)}</td>
         <td class="right num">${exact(bar.call?.prompt_tokens)}</td><td class="right num">${exact(bar.call?.cached_tokens)}</td>

@@ -27,9 +27,11 @@ function Section({ title, children, note }) {
 /** An error with its blame; the traceback folds out. */
 export function Fault({ error }) {
   return html`<div class="fault" role="group" aria-label="error">
-    <p><b>${error.type}</b> <span class="tag">blame: ${error.blame}</span> ${error.stage && html`<span class="tag">in ${error.stage.toUpperCase()}</span>`}</p>
+    <p><b>${error.type}</b> <span class="tag">blame: ${error.blame}</span> ${error.stage && html`<span
+      class="tag">in ${error.stage.toUpperCase()}</span>`}</p>
     <${Words} text=${error.message} owner=${error} />
-    ${error.traceback && html`<details><summary>Traceback</summary><${Words} text=${error.traceback} owner=${error} name="traceback" kind="code" /></details>`}
+    ${error.traceback && html`<details><summary>Traceback</summary><${Words} text=${error.traceback} owner=${error} name="traceback"
+      kind="code" /></details>`}
   </div>`;
 }
 
@@ -67,14 +69,18 @@ export function Outcome({ rollout, trajectory }) {
     <${Section} title="Reward">
       <p class="big">${rollout.drop ? "dropped" : digits(rollout.reward)}</p>
       ${rollout.drop && html`<p>It must not be trained on: <b>${rollout.drop_reason ?? "no reason given"}</b>.</p>`}
-      ${!rollout.drop && rollout.reward == null && html`<p class="quiet">${ENDED.has(rollout.state) ? "It was not scored." : "It is not scored yet."}</p>`}
+      ${!rollout.drop && rollout.reward == null && html`<p class="quiet">${ENDED.has(rollout.state) ? "It was not scored."
+        : "It is not scored yet."}</p>`}
       ${Object.keys(components).length > 0 && html`<${Numbers} values=${components} signed />`}
     <//>
     ${rollout.error && html`<${Section} title="Error"><${Fault} error=${rollout.error} /><//>`}
-    ${trajectory?.warnings.length > 0 && html`<${Section} title="Warnings"><ul class="warnings">${trajectory.warnings.map((line) => html`<li>${line}</li>`)}</ul><//>`}
-    ${artifacts.length > 0 && html`<${Section} title="Artifacts">${artifacts.map(([name, text]) => html`<${Artifact} key=${name} name=${name} text=${text} owner=${trajectory.artifacts} />`)}<//>`}
+    ${trajectory?.warnings.length > 0 && html`<${Section} title="Warnings"><ul class="warnings">${trajectory.warnings.map((line) =>
+      html`<li>${line}</li>`)}</ul><//>`}
+    ${artifacts.length > 0 && html`<${Section} title="Artifacts">${artifacts.map(([name, text]) => html`<${Artifact} key=${name}
+      name=${name} text=${text} owner=${trajectory.artifacts} />`)}<//>`}
     ${Object.keys(rollout.metrics ?? {}).length > 0 && html`<${Section} title="Metrics"><${Numbers} values=${rollout.metrics} /><//>`}
-    ${Object.keys(rollout.stage_seconds ?? {}).length > 0 && html`<${Section} title="Seconds"><${Numbers} values=${rollout.stage_seconds} signed /><//>`}
+    ${Object.keys(rollout.stage_seconds ?? {}).length > 0 && html`<${Section} title="Seconds"><${Numbers} values=${rollout.stage_seconds}
+      signed /><//>`}
   </div>`;
 }
 
@@ -116,14 +122,19 @@ function endOf(attempt, rollout, last) {
 export function Attempts({ rollout }) {
   const attempts = attemptsOf(rollout);
   if (!attempts.length) return html`<${Empty} title="No timeline">An older release recorded this rollout, or it is new.<//>`;
+  const taken = rollout.resumed > 0 && `, with work taken over from another worker, lost or stopped, ${rollout.resumed}×`;
   return html`<div class="attempts">
-    <p class="quiet">${attempts.length} of at most ${rollout.request.limits.max_attempts} attempts${rollout.resumed > 0 && html`; workers took over ${rollout.resumed} ${rollout.resumed === 1 ? "time" : "times"} what another one, lost or stopped, had begun`}. A claim raises the fence by one; whoever writes under an older one writes nothing.</p>
+    <p class="quiet">${attempts.length} of at most ${rollout.request.limits.max_attempts} attempts${taken}. A claim raises the fence by
+      one; whoever writes under an older one writes nothing.</p>
     ${[...attempts].reverse().map((attempt) => html`<details class="attempt" key=${attempt.number} open>
       <summary><h2>Attempt ${attempt.number}</h2>
-        <span class="quiet">${attempt.fences.length ? `${attempt.fences.length > 1 ? "fences" : "fence"} ${attempt.fences.join(", ")}` : "not claimed"} · ${attempt.to ? span(attempt.to - attempt.from) : "under way"}${attempt.owners.length > 0 && ` · ${attempt.owners.join(", ")}`}</span></summary>
+        <span class="quiet">${attempt.fences.length ? `${attempt.fences.length > 1 ? "fences" : "fence"} ${attempt.fences.join(", ")}`
+          : "not claimed"} · ${attempt.to ? span(attempt.to - attempt.from) : "under way"}${attempt.owners.length > 0
+            && ` · ${attempt.owners.join(", ")}`}</span></summary>
       <p class="attempt-end">${attempt.end ? html`Ended: <b>${attempt.end}</b>` : "Under way."}</p>
       <div class="table-frame" tabindex="0" role="group" aria-label=${`what happened in attempt ${attempt.number}`}><table class="list log">
-        <thead><tr><th scope="col" class="right num">after</th><th scope="col" class="right num">fence</th><th scope="col">what</th><th scope="col">by</th></tr></thead>
+        <thead><tr><th scope="col" class="right num">after</th><th scope="col" class="right num">fence</th><th scope="col">what</th><th
+          scope="col">by</th></tr></thead>
         <tbody>${attempt.lines.map((line) => html`<tr class=${line.text ? "is-note" : ""}>
           <td class="right num" title=${new Date(line.at * 1000).toISOString()}>${`+${(line.at - rollout.created_at).toFixed(3)} s`}</td>
           <td class="right num">${line.fence}${line.claims && html`<span class="tag">claim</span>`}</td>
@@ -140,11 +151,16 @@ export function sentences(receipt) {
   say(receipt.drift === 0, receipt.drift === 0
     ? "No drift: every call that repeated a conversation hashes to what is stored of it, so the ids trained on are the ids that the engine saw."
     : `${receipt.drift} calls did not hash to what is stored of their conversation: the record is damaged. Do not train on it.`);
-  say(receipt.share_delivered >= 0.995, `${(100 * receipt.share_delivered).toFixed(1)} % of the ${exact(receipt.sampled_tokens)} sampled tokens are in chains that are trained on.`);
-  say(true, `${exact(receipt.calls)} ${receipt.calls === 1 ? "call was" : "calls were"} answered from sampled tokens, by ${receipt.engines.join(", ") || "no engine"}.`);
-  say(receipt.retries === 0, receipt.retries ? `${receipt.retries} repetitions got the first one's answer and were not sampled again.` : "No call was repeated.");
-  say(receipt.refused === 0, receipt.refused ? `${receipt.refused} calls were answered without the model: past a limit, or with an error.` : "No call was refused.");
-  say(receipt.branches <= 1, receipt.branches <= 1 ? "One conversation, from its beginning to its end." : `${receipt.branches} conversations were begun anew; the branches show which.`);
+  say(receipt.share_delivered >= 0.995,
+    `${(100 * receipt.share_delivered).toFixed(1)} % of the ${exact(receipt.sampled_tokens)} sampled tokens are in chains that are trained on.`);
+  say(true, `${exact(receipt.calls)} ${receipt.calls === 1 ? "call was"
+    : "calls were"} answered from sampled tokens, by ${receipt.engines.join(", ") || "no engine"}.`);
+  say(receipt.retries === 0, receipt.retries ? `${receipt.retries}× a call was repeated, got the first one's answer and was not sampled again.`
+    : "No call was repeated.");
+  say(receipt.refused === 0, receipt.refused ? `${receipt.refused} calls were answered without the model: past a limit, or with an error.`
+    : "No call was refused.");
+  say(receipt.branches <= 1, receipt.branches <= 1 ? "One conversation, from its beginning to its end."
+    : `${receipt.branches} conversations were begun anew; the branches show which.`);
   say(true, receipt.reward_source === "program" ? "The program itself posted the reward." : "The handler scored it.");
   return lines;
 }
@@ -152,16 +168,22 @@ export function sentences(receipt) {
 export function ReceiptView({ receipt }) {
   return html`<div class="receipt">
     <${Section} title="Receipt" note=${receipt.harness}>
-      <ul class="sentences">${sentences(receipt).map((line) => html`<li class=${line.fine ? "fine" : "look"}><span class="sentence-mark" aria-hidden="true">${line.fine ? "✓" : "!"}</span><span><span class="unseen">${line.fine ? "fine: " : "look: "}</span>${line.text}</span></li>`)}</ul>
+      <ul class="sentences">${sentences(receipt).map((line) => html`<li class=${line.fine ? "fine" : "look"}><span class="sentence-mark"
+        aria-hidden="true">${line.fine ? "✓" : "!"}</span><span><span class="unseen">${line.fine ? "fine: "
+          : "look: "}</span>${line.text}</span></li>`)}</ul>
     <//>
     <${Section} title="What it says">
       <dl class="pairs">
-        ${[["model", receipt.model], ["policy versions", receipt.versions?.join(", ") || "–"], ["digest of all calls", receipt.digest]].map(([name, value]) => html`<div><dt>${name}</dt><dd class="mono">${value ?? "–"}</dd></div>`)}
+        ${[["model", receipt.model], ["policy versions", receipt.versions?.join(", ")
+          || "–"], ["digest of all calls", receipt.digest]].map(([name, value]) => html`<div><dt>${name}</dt><dd
+            class="mono">${value ?? "–"}</dd></div>`)}
       </dl>
       ${receipt.digest && html`<${Copy} text=${receipt.digest}>Copy digest<//>`}
     <//>
-    ${receipt.asked?.length > 0 && html`<${Section} title="What the program asked of sampling" note="told here, and not obeyed: the request's sampling holds">
-      <ul>${receipt.asked.map((asked) => html`<li>${exact(asked.calls)} ${asked.calls === 1 ? "call" : "calls"}: <span class="mono">${Object.keys(asked.parameters).length ? JSON.stringify(asked.parameters) : "nothing"}</span></li>`)}</ul>
+    ${receipt.asked?.length > 0 && html`<${Section} title="What the program asked of sampling"
+      note="told here, and not obeyed: the request's sampling holds">
+      <ul>${receipt.asked.map((asked) => html`<li>${exact(asked.calls)} ${asked.calls === 1 ? "call" : "calls"}: <span
+        class="mono">${Object.keys(asked.parameters).length ? JSON.stringify(asked.parameters) : "nothing"}</span></li>`)}</ul>
     <//>`}
   </div>`;
 }

@@ -119,17 +119,24 @@ function Summary({ rollout, trajectory }) {
   const facts = [
     ["state", html`<${StateMark} state=${rollout.state} />`],
     ["reward", html`<${Reward} value=${rollout.reward} drop=${rollout.drop} />`],
-    ["parts", parts.length > 0 && parts.length <= MOST_PARTS && parts.map(([name, value]) => html`<span><span class="quiet">${name}</span> ${digits(value)}</span>`)],
+    ["parts", parts.length > 0 && parts.length <= MOST_PARTS && parts.map(([name, value]) => html`<span><span
+      class="quiet">${name}</span> ${digits(value)}</span>`)],
     ["finish", rollout.finish_reason && words(rollout.finish_reason)],
     ["handler", html`${rollout.handler}${rollout.request.agent && html` <span class="tag">${rollout.request.agent.harness}</span>`}`],
-    ["group", rollout.request.n > 1 || rollout.group_id !== rollout.id ? html`${above(rollout.group_id).length ? html`<${Link} path=${["groups", rollout.group_id]}>${shortId(rollout.group_id)}<//>` : shortId(rollout.group_id)} <span class="quiet">#${rollout.index}</span>` : null],
+    ["group", rollout.request.n > 1 || rollout.group_id !== rollout.id ? html`${above(rollout.group_id).length ? html`<${Link}
+      path=${["groups", rollout.group_id]}>${shortId(rollout.group_id)}<//>` : shortId(rollout.group_id)} <span
+        class="quiet">#${rollout.index}</span>` : null],
     ["attempt", `${rollout.attempt}${rollout.resumed ? `, taken over ${rollout.resumed}×` : ""}`],
     ["turns", trajectory && exact(trajectory.total("turns"))],
     ["sampled", trajectory && html`${exact(trajectory.total("sampled"))} <span class="quiet">of ${exact(trajectory.total("length"))}</span>`],
-    ["versions", trajectory?.versions.length > 0 && html`<span class="versions">${trajectory.versions.slice(0, 8).map((version, at) => html`<span class="version"><${Version} at=${at} trajectory=${trajectory} /><span class="short">${version ?? "unknown"}</span></span>`)}${trajectory.versions.length > 8 && html`<span class="quiet">+${trajectory.versions.length - 8}</span>`}</span>`],
+    ["versions", trajectory?.versions.length > 0 && html`<span class="versions">${trajectory.versions.slice(0, 8).map((version, at) =>
+      html`<span class="version"><${Version} at=${at} trajectory=${trajectory} /><span
+        class="short">${version ?? "unknown"}</span></span>`)}${trajectory.versions.length > 8 && html`<span
+          class="quiet">+${trajectory.versions.length - 8}</span>`}</span>`],
     ["took", html`<${Duration} from=${rollout.created_at} to=${rollout.finished_at} />`],
     ["submitted", html`<${Ago} at=${rollout.created_at} />`],
-    ["tags", rollout.request.tags?.length > 0 && rollout.request.tags.map((tag) => embedded ? html`<span class="tag">${tag}</span>` : html`<${Link} class="tag" path=${["rollouts"]} query=${{ tag }}>${tag}<//>`)],
+    ["tags", rollout.request.tags?.length > 0 && rollout.request.tags.map((tag) => embedded ? html`<span class="tag">${tag}</span>`
+      : html`<${Link} class="tag" path=${["rollouts"]} query=${{ tag }}>${tag}<//>`)],
   ];
   return html`<dl class="sum">${facts.filter(([, value]) => value).map(([name, value]) => html`<div><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
 }
@@ -139,7 +146,8 @@ function Remark({ rollout, onOpen }) {
   const { error } = rollout;
   return html`<div class="remark" role="note">
     <${StateMark} state=${rollout.state} bare />
-    <p><b>${rollout.drop ? "Dropped" : "Error"}</b>${rollout.drop_reason && `: ${rollout.drop_reason}`}${error && html` <span class="tag">blame: ${error.blame}</span> <span class="remark-text">${error.message.slice(0, 300)}</span>`}</p>
+    <p><b>${rollout.drop ? "Dropped" : "Error"}</b>${rollout.drop_reason && `: ${rollout.drop_reason}`}${error && html` <span
+      class="tag">blame: ${error.blame}</span> <span class="remark-text">${error.message.slice(0, 300)}</span>`}</p>
     ${error && html`<button type="button" class="bare" onClick=${() => onOpen("reward")}>Details</button>`}
   </div>`;
 }
@@ -152,13 +160,17 @@ function ChainChoice({ trajectory, chain, onChoose }) {
 }
 
 function Request({ request }) {
-  return html`<div class="request"><section class="part"><h2>Request</h2><${Words} text=${asRequest(request)} owner=${request} name="request" kind="code" lines=${80} /></section>
-    <section class="part"><h2>As Python</h2><${Words} text=${asPython(request)} owner=${request} name="python" kind="code" lines=${80} /></section></div>`;
+  return html`<div class="request"><section class="part"><h2>Request</h2><${Words} text=${asRequest(request)} owner=${request}
+    name="request" kind="code" lines=${80} /></section>
+    <section class="part"><h2>As Python</h2><${Words} text=${asPython(request)} owner=${request} name="python" kind="code"
+      lines=${80} /></section></div>`;
 }
 
 /** Why there is no trajectory to show. */
 function Without({ rollout }) {
-  if (rollout.trajectory_dropped) return html`<${Empty} title="Its trajectory is kept no longer">It was ${rollout.trajectory_dropped === "size" ? "too large for what is kept" : "acknowledged, and then let go of"}. An archive may have it.<//>`;
+  if (rollout.trajectory_dropped) return html`<${Empty}
+    title="Its trajectory is kept no longer">It was ${rollout.trajectory_dropped === "size" ? "too large for what is kept"
+      : "acknowledged, and then let go of"}. An archive may have it.<//>`;
   if (ENDED.has(rollout.state)) return html`<${Empty} title="No model call was recorded">It ended before the model had said anything.<//>`;
   return html`<${Empty} title=${`It is ${words(rollout.state)}`}>Turns appear here as they are made.<//>`;
 }
@@ -189,7 +201,8 @@ export function RolloutView({ params, query = {} }) {
     setPlace((before) => {
       const next = { ...before, ...change };
       const { tab, chain, at } = next;
-      if (!embedded) history.replaceState(null, "", hashOf(["rollouts", id], { ...(tab !== "conversation" && { tab }), ...(chain !== null && { chain }), ...(tab === "tokens" && at >= 0 && { at }) }));
+      if (!embedded) history.replaceState(null, "", hashOf(["rollouts", id], { ...(tab !== "conversation" && { tab }), ...(chain !== null
+        && { chain }), ...(tab === "tokens" && at >= 0 && { at }) }));
       return next;
     });
   }, [id]);
@@ -198,7 +211,8 @@ export function RolloutView({ params, query = {} }) {
     return chains[place.chain] ?? chains[chains.length - 1];
   }, [data, place.chain, data?.trajectory?.chains.length]);
 
-  if (!data) return html`<${Head} title=${shortId(id)} crumbs=${[{ label: "Rollouts", path: ["rollouts"] }]} />${error ? html`<${Failure} error=${error} retry=${reload} />` : html`<${Loading} what="Loading the rollout" />`}`;
+  if (!data) return html`<${Head} title=${shortId(id)} crumbs=${[{ label: "Rollouts", path: ["rollouts"] }]} />${error ? html`<${Failure}
+    error=${error} retry=${reload} />` : html`<${Loading} what="Loading the rollout" />`}`;
   const { rollout, trajectory } = data;
   const running = !ENDED.has(rollout.state);
   const tabs = [
@@ -215,15 +229,18 @@ export function RolloutView({ params, query = {} }) {
   const chosen = trajectory && html`<${ChainChoice} trajectory=${trajectory} chain=${chain} onChoose=${(index) => go({ chain: index, at: -1 })} />`;
   const panels = {
     conversation: () => chain
-      ? html`${chosen}<${Conversation} key=${chain.index} trajectory=${trajectory} chain=${chain} length=${chain.length} output=${output} state=${rollout.state}
+      ? html`${chosen}<${Conversation} key=${chain.index} trajectory=${trajectory} chain=${chain} length=${chain.length} output=${output}
+        state=${rollout.state}
           running=${running} onTokens=${(at) => go({ tab: "tokens", chain: chain.index, at })} />`
       : html`<${Without} rollout=${rollout} />${running && html`<${Now} output=${output} state=${rollout.state} />`}`,
     tokens: () => chain
-      ? html`${chosen}<${Tokens} key=${chain.index} trajectory=${trajectory} chain=${chain} length=${chain.length} vocabulary=${vocabulary} at=${place.at} onChoose=${(at) => go({ at })} />`
+      ? html`${chosen}<${Tokens} key=${chain.index} trajectory=${trajectory} chain=${chain} length=${chain.length} vocabulary=${vocabulary}
+        at=${place.at} onChoose=${(at) => go({ at })} />`
       : html`<${Without} rollout=${rollout} />`,
     timeline: () => html`<${Lanes} rollout=${rollout} calls=${trajectory?.calls} running=${running} />`,
     attempts: () => html`<${Attempts} rollout=${rollout} />`,
-    branches: () => html`<${Branches} trajectory=${trajectory} length=${trajectory.total("length")} selected=${chain.index} onOpen=${(index) => go({ tab: "tokens", chain: index, at: -1 })} />`,
+    branches: () => html`<${Branches} trajectory=${trajectory} length=${trajectory.total("length")} selected=${chain.index}
+      onOpen=${(index) => go({ tab: "tokens", chain: index, at: -1 })} />`,
     reward: () => html`<${Outcome} rollout=${rollout} trajectory=${trajectory} />`,
     receipt: () => html`<${ReceiptView} receipt=${trajectory.receipt} />`,
     request: () => html`<${Request} request=${rollout.request} />`,

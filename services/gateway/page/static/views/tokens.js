@@ -138,7 +138,8 @@ export function Tokens({ trajectory, chain, length, vocabulary, at = -1, onChoos
         said=${wanted && (found.length ? `${hit + 1} of ${exact(found.length)}` : "none")} />
       <${Legend} versions=${trajectory.versions} mode=${mode} />
     </div>
-    ${vocabulary.loaded && !vocabulary.texts && html`<p class="note">Ids are shown, for the service has no texts of this tokenizer: a worker writes them when it loads it.</p>`}
+    ${vocabulary.loaded && !vocabulary.texts && html`<p
+      class="note">Ids are shown, for the service has no texts of this tokenizer: a worker writes them when it loads it.</p>`}
     <div class="strip-frame">
       <div class="strip" ref=${scroller} tabindex="0" role="application" aria-label=${words}>
         <div class="strip-all"><canvas ref=${canvas} aria-hidden="true"></canvas></div>

@@ -58,13 +58,15 @@ export function Branches({ trajectory, length, selected, onOpen }) {
   const longest = Math.max(1, ...trajectory.chains.map((chain) => chain.length));
   const roles = [...new Set(rows.map((row) => row.chain.role))];
   return html`<section class="tree" aria-label="branches">
-    <p class="quiet">From left to right all ${exact(longest)} tokens of the longest chain: thick where sampled, thin where given, a mark where a chain left its parent. Choose one to see its tokens.</p>
+    <p class="quiet">From left to right all ${exact(longest)} tokens of the longest chain: thick where sampled, thin where given, a mark
+      where a chain left its parent. Choose one to see its tokens.</p>
     <ol class="branch-list">
       ${rows.map((row) => {
         const { chain, depth, parent, shared } = row;
         const [mark, meaning] = ROLES[chain.role] ?? ["•", chain.role];
         const versions = [...new Set(chain.segments.filter((segment) => segment.sampled).map((segment) => segment.version))];
-        const place = parent === null ? (depth ? "" : "a root") : shared ? `left chain ${parent} after ${exact(shared)} tokens` : `follows chain ${parent}, of which it repeats nothing`;
+        const place = parent === null ? (depth ? "" : "a root") : shared ? `left chain ${parent} after ${exact(shared)} tokens`
+          : `follows chain ${parent}, of which it repeats nothing`;
         return html`<li key=${chain.index}>
           <button type="button" class="branch" aria-current=${selected === chain.index ? "true" : undefined} onClick=${() => onOpen(chain.index)}>
             <span class="branch-name" style=${{ paddingLeft: `${Math.min(depth, 8) * 16}px` }}>
@@ -74,11 +76,13 @@ export function Branches({ trajectory, length, selected, onOpen }) {
               ${!TRAINED.has(chain.role) && html`<span class="tag">not trained</span>`}
             </span>
             <${Shape} row=${row} longest=${longest} />
-            <span class="branch-facts">${exact(chain.length)} tokens, ${exact(chain.sampled)} sampled, ${chain.turns} ${chain.turns === 1 ? "turn" : "turns"}${versions.length > 0 && `, ${versions.map(letter).join(" ")}`}<span class="quiet"> · ${place}</span></span>
+            <span class="branch-facts">${exact(chain.length)} tokens, ${exact(chain.sampled)} sampled, ${chain.turns} ${chain.turns === 1
+              ? "turn" : "turns"}${versions.length > 0 && `, ${versions.map(letter).join(" ")}`}<span class="quiet"> · ${place}</span></span>
           </button>
         </li>`;
       })}
     </ol>
-    <ul class="legend" aria-label="roles">${roles.map((role) => html`<li><span class="branch-mark role-${role}" aria-hidden="true">${ROLES[role]?.[0] ?? "•"}</span>${role.replace("_", " ")}: ${ROLES[role]?.[1] ?? ""}</li>`)}</ul>
+    <ul class="legend" aria-label="roles">${roles.map((role) => html`<li><span class="branch-mark role-${role}"
+      aria-hidden="true">${ROLES[role]?.[0] ?? "•"}</span>${role.replace("_", " ")}: ${ROLES[role]?.[1] ?? ""}</li>`)}</ul>
   </section>`;
 }
