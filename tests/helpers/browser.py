@@ -116,12 +116,14 @@ def frame_when(page: Page, condition: str, timeout_ms: float = PATIENCE_MS) -> f
     return page.evaluate(look)
 
 
-def findings(page: Page) -> list[str]:
-    """What axe-core calls serious or critical in the page as it is."""
+def findings(page: Page, *rules: str) -> list[str]:
+    """What axe-core calls serious or critical in the page as it is, by these rules or by all."""
     from importlib.resources import files
 
-    page.evaluate(files("axe_playwright_python").joinpath("axe.min.js").read_text())
-    found: list[dict[str, Any]] = page.evaluate("async () => (await axe.run(document)).violations")
+    if not page.evaluate("'axe' in window"):
+        page.evaluate(files("axe_playwright_python").joinpath("axe.min.js").read_text())
+    look = "async (rules) => (await axe.run(document, rules.length ? {runOnly: rules} : {})).violations"
+    found: list[dict[str, Any]] = page.evaluate(look, list(rules))
     return [
         f"{one['id']}: {one['help']}: {node['html'][:200]} {node.get('failureSummary', '')[:200]}"
         for one in found

@@ -15,7 +15,7 @@ VIEWS = {
     "rollouts/mend-calc.0": "twice",
     "rollouts/branched": "Mend the program",
     "rollouts/broken": "broken on purpose",
-    "groups/mend-calc": "mend-calc.3",
+    "groups/mend-calc": "they part in",
     "batches": "draws",
     "batches/draws": "kept",
     "training": "reward",
@@ -30,16 +30,20 @@ def shown(page, route):
     ).to_be_visible()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("route", VIEWS)
-def test_axe_finds_nothing_serious(open_view, route, scheme):
-    page = open_view(route, color_scheme=scheme, reduced_motion="reduce")
+def test_axe_finds_nothing_serious_in_the_light_and_in_the_dark(open_view, route):
+    page = open_view(route, color_scheme="light", reduced_motion="reduce")
     shown(page, route)
-    found = findings(page)
-    for tab in page.get_by_role("tab").all() if route.startswith("rollouts/") else ():
-        tab.click()
-        page.wait_for_timeout(100)
+    found = []
+    for tab in [None, *(page.get_by_role("tab").all()[1:] if route.startswith("rollouts/") else ())]:
+        if tab is not None:
+            tab.click()
+            page.wait_for_timeout(100)
         found += findings(page)
+        page.emulate_media(color_scheme="dark", reduced_motion="reduce")
+        # The rest is as in the light.
+        found += findings(page, "color-contrast")
+        page.emulate_media(color_scheme="light", reduced_motion="reduce")
     assert not found, "\n".join(dict.fromkeys(found))
 
 
