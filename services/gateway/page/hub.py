@@ -37,7 +37,7 @@ TICK_S = 0.15
 OVERVIEW_S = 1.0
 ASK_S, WATCHED_S = 5.0, 12
 """How often workers are told that somebody looks, and how long that holds."""
-MOST_PIECES = 64
+MOST_PIECES, MOST_BYTES = 64, 1 << 20
 """Pieces of turns, or of output, that wait for one viewer; who is further behind is told to begin anew."""
 READ = 1000
 STATE = {"state", "attempt", "reward", "updated_at", "drop"}
@@ -75,7 +75,7 @@ class Viewer:
         """Give it a piece behind the others of its kind; where too many wait `anew`, which stands for all."""
         with self._lock:
             waiting = [what for what in self._news if isinstance(what, tuple) and what[0] == kind]
-            if len(waiting) >= MOST_PIECES:
+            if len(waiting) >= MOST_PIECES or sum(len(self._news[what]) for what in waiting) > MOST_BYTES:
                 for what in waiting:
                     del self._news[what]
                 said = anew
@@ -137,10 +137,6 @@ class Hub:
         """It looks no more. Twice is harmless."""
         with self._lock:
             self._viewers.discard(viewer)
-            left = set().union(*map(_names, self._viewers))
-            for known in (self._watched, self._states):
-                for name in _names(viewer) - left:
-                    known.pop(name, None)
 
     def _of(self, rollout_id: str) -> list[Viewer]:
         return [viewer for viewer in self._viewers if viewer.rollout == rollout_id]
@@ -210,6 +206,10 @@ class Hub:
         """Note what changed since the last look."""
         with self._lock:
             names = set().union(*map(_names, self._viewers))
+            followed = {viewer.rollout for viewer in self._viewers}
+            # What nobody looks at any more. Not where one leaves: thousands may at once.
+            self._watched = {name: one for name, one in self._watched.items() if name in followed}
+            self._states = {name: said for name, said in self._states.items() if name in names}
             wanted = [keys.EVENTS] * bool(names)
             wanted += [keys.BATCHES_EVENTS] * any("batches" in viewer.topics for viewer in self._viewers)
         self._after = {name: self._after.get(name) or self._gate.result_stream.tail(name) for name in wanted}
@@ -309,8 +309,9 @@ class Hub:
         with self._lock, suppress(ValueError, TypeError, KeyError):  # of a worker of another release
             if watched := self._watched.get(name):
                 said = watched.printed(json.loads(text))
+                anew = watched.screen or said
                 for viewer in self._of(name):
-                    viewer.add("output", said, watched.screen or said)
+                    viewer.add("output", said, anew)
         return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -29,6 +30,9 @@ class Look:
             return text in self.said
 
         wait_until(told, PATIENCE_S, f"{text!r} in {self.said!r}")
+
+    def take(self) -> str:
+        return self._viewer.take().decode()
 
     def close(self) -> None:
         self._hub.leave(self._viewer)
@@ -76,3 +80,35 @@ def test_a_damaged_turn_log_keeps_nobody_from_the_turns_of_others(world, look, i
     wait_until(lambda: world.redis.publish(keys.live(fine), json.dumps(piece)), PATIENCE_S, "a reader")
     viewers[1].until('"text": "hi"')
     assert not any("away" in viewer.said for viewer in viewers)
+
+
+def test_what_waits_for_a_viewer_who_takes_nothing_is_bounded_and_then_tells_what_there_is(world, look, ids):
+    (name, *_) = ids
+    world.redis.hset(keys.record(name), mapping={"state": "running", "attempt": 1})
+    viewer = look(tenant="a", rollout=name)
+    viewer.until("event: rollout")
+    end, zeros = 0, "\0" * 60_000  # each is six characters of JSON
+    for _ in range(50):
+        piece = {"operation": 1, "kind": "bash", "offset": end, "end": (end := end + 60_000), "text": zeros}
+        said = json.dumps(piece | {"running": True})
+        wait_until(lambda said=said: world.redis.publish(keys.live(name), said), PATIENCE_S, "a reader")
+    world.redis.publish(
+        keys.live(name), json.dumps(piece | {"offset": end, "text": "last", "running": False})
+    )
+    time.sleep(1)
+    said = viewer.take()
+    assert '"text": "last"' in said and len(said) < 3 << 20
+
+
+def test_what_nobody_follows_any_more_is_listened_to_no_more(world, look, ids):
+    name, stays = ids[0], look(tenant="a", topics=frozenset({"batches"}))
+    goes = look(tenant="a", rollout=name)
+    goes.until("event: rollout")
+
+    def listeners() -> int:
+        return dict(world.redis.pubsub_numsub(keys.live(name)))[keys.live(name)]
+
+    wait_until(lambda: listeners() == 1, PATIENCE_S, "the hub to listen")
+    goes.close()
+    wait_until(lambda: listeners() == 0, PATIENCE_S, "the hub to listen no more")
+    stays.close()
