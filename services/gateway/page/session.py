@@ -31,6 +31,12 @@ def _shown(me: Caller, session: Session | None) -> dict[str, Any]:
     return {"tenant": me.tenant.name, "scopes": sorted(me.key.scopes), "expires_at": ends}
 
 
+def _attributes() -> dict[str, Any]:
+    """Those of the cookie. Where a proxy ends TLS, the page's own origin tells of it."""
+    secure = request.is_secure or request.headers.get("Origin", "").startswith("https://")
+    return {"secure": secure, "httponly": True, "samesite": "Strict"}
+
+
 @blueprint.post("/session")
 @operation(401, 403, 503, scope=None)
 def begin(body: SessionRequest) -> Response:
@@ -40,9 +46,7 @@ def begin(body: SessionRequest) -> Response:
     me = gate.guard.identify(Scope.READ, body.key.strip())
     session, token, proof = gate.sessions.create(me.key)
     response = jsonify(_shown(me, session) | {"proof": proof})
-    response.set_cookie(
-        cookie_name(), token, LIFETIME_S, secure=request.is_secure, httponly=True, samesite="Strict"
-    )
+    response.set_cookie(cookie_name(), token, LIFETIME_S, **_attributes())
     response.headers["Cache-Control"] = "no-store"
     return response
 
@@ -63,5 +67,5 @@ def end() -> Response:
         raise ApiProblem(404, "No session", "the call came with a key; `rollout keys revoke` ends one")
     gateway().sessions.end(session)
     response = Response(status=204)
-    response.delete_cookie(cookie_name(), secure=request.is_secure, httponly=True, samesite="Strict")
+    response.delete_cookie(cookie_name(), **_attributes())
     return response

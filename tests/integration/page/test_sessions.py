@@ -57,6 +57,9 @@ def test_a_key_entered_once_becomes_a_cookie_that_no_script_reads_and_a_proof(wo
     assert rest.split(";")[0] not in answer.text and "rlt_" not in answer.text
     safe = Browser(world, "https://127.0.0.1").log_in(world.texts["a"]).headers["Set-Cookie"]
     assert safe.startswith("rollout_session_443=") and "Secure" in safe
+    behind = {"Origin": "https://127.0.0.1:8080", "Sec-Fetch-Site": "same-origin"}
+    answer = Browser(world).log_in(world.texts["a"], headers=behind)
+    assert "Secure" in answer.headers["Set-Cookie"], "a proxy ends TLS"
 
 
 def test_redis_has_neither_text_of_a_session(world, browser):
