@@ -81,8 +81,8 @@ def stages(rollout: Rollout) -> list[tuple[str, int, float, float]]:
 
 def stage(rollout: Rollout, state: str) -> tuple[float, float] | None:
     """When its last attempt was in a state."""
-    found = [times for name, number, *times in stages(rollout) if (name, number) == (state, rollout.attempt)]
-    return (found[0][0], found[-1][1]) if found else None
+    spans = [times for name, number, *times in stages(rollout) if (name, number) == (state, rollout.attempt)]
+    return (spans[0][0], spans[-1][1]) if spans else None
 
 
 def end_of(rollout: Rollout) -> float:

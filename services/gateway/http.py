@@ -55,6 +55,12 @@ def page_size(default: int, most: int = MAX_PAGE) -> Any:
     return query("Most entries of a page.", default, ge=1, le=most)
 
 
+def _one_of(tenant: str | None) -> str:
+    if tenant is None:
+        raise ValueError("name one tenant: these are each tenant's own")
+    return tenant
+
+
 Wait = Annotated[
     float,
     query("Seconds to wait for an answer (long-poll).", 0.0, ge=0, allow_inf_nan=False),
@@ -70,6 +76,12 @@ Tenant = Annotated[
     BeforeValidator(lambda _: tenant_filter()),
 ]
 """Whose rollouts the call is about; None = everybody's."""
+OneTenant = Annotated[
+    str,
+    query("Another tenant than the key's own: needs the scope admin.", validate_default=True),
+    BeforeValidator(lambda _: _one_of(tenant_filter())),
+]
+"""The same of what is each tenant's own."""
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from rollout import arrays
 from rollout.schema import Rollout, RolloutPage
 from services.gateway.answers import Answer
 from services.gateway.context import gateway
-from services.gateway.http import JSON, STRING, Tenant, operation
+from services.gateway.http import JSON, STRING, OneTenant, Tenant, operation
 from services.gateway.page import serving
-from services.gateway.problems import ApiProblem, invalid
+from services.gateway.problems import ApiProblem
 from services.gateway.routes.rollouts import read
 from services.state import keys
 from services.state.rollouts import payloads
@@ -63,10 +63,8 @@ def rollout_page(rollout_id: str, tenant: Tenant) -> Response:
 
 @blueprint.get("/groups/<group_id>/page")
 @operation(413, answers={200: STRING}, media=serving.HTML)
-def group_page(group_id: str, tenant: Tenant) -> Response:
+def group_page(group_id: str, tenant: OneTenant) -> Response:
     """A group as one HTML file."""
-    if tenant is None:
-        raise invalid("tenant", "name one tenant: groups are each tenant's own")
     store = gateway().rollouts
     ids = store.ids(group_id=group_id, tenant=tenant, limit=MOST_ROLLOUTS + 1)
     if len(ids) > MOST_ROLLOUTS:
@@ -159,10 +157,10 @@ def modules() -> dict[str, str]:
             continue
         folder = posixpath.dirname(path)
 
-        def name(found: re.Match[str], folder: str = folder) -> str:
-            target = posixpath.normpath(posixpath.join(folder, found[3]))
+        def name(match: re.Match[str], folder: str = folder) -> str:
+            target = posixpath.normpath(posixpath.join(folder, match[3]))
             wanted.append(target)
-            return f"{found[1]}{found[2]}{ADDRESS}{target}{found[2]}"
+            return f"{match[1]}{match[2]}{ADDRESS}{target}{match[2]}"
 
         made[path] = IMPORT.sub(name, _text(path))
     return made
@@ -189,7 +187,7 @@ def _shell(title: str) -> tuple[str, str]:
         f"default-src 'none'; script-src {_hash(names)} {_hash(BEGIN)} data:; img-src data:; "
         f"style-src {' '.join(map(_hash, styles)) or NOTHING}; base-uri 'none'; form-action 'none'"
     )
-    page = STYLE.sub(lambda found: f"<style>{_text(found[1])}</style>", page)
+    page = STYLE.sub(lambda match: f"<style>{_text(match[1])}</style>", page)
     page = page.replace(SCRIPT, f'<script type="importmap">{names}</script>')
     page = re.sub("<title>.*?</title>", lambda _: f"<title>{html.escape(title)}</title>", page)
     meta = f'<meta charset="utf-8">\n<meta http-equiv="Content-Security-Policy" content="{policy}">'

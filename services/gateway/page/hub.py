@@ -123,7 +123,7 @@ class Hub:
                 self._overview_at = float("-inf")
             watched = self._watched.get(viewer.rollout or "")
             self._unread |= {name for name in viewer.ids if not self._say_state(name, [viewer])}
-            if watched is None:
+            if watched is None or viewer not in self._of(watched.rollout):
                 self._unread |= {viewer.rollout} - {None}
             else:
                 viewer.tell("rollout", watched.summary)
@@ -138,8 +138,10 @@ class Hub:
         with self._lock:
             self._viewers.discard(viewer)
 
-    def _of(self, rollout_id: str) -> list[Viewer]:
-        return [viewer for viewer in self._viewers if viewer.rollout == rollout_id]
+    def _of(self, rollout: Rollout) -> list[Viewer]:
+        """Who follows it; not whoever did when the id was another tenant's."""
+        its = [viewer for viewer in self._viewers if viewer.rollout == rollout.id]
+        return [viewer for viewer in its if viewer.tenant in (None, rollout.tenant)]
 
     def _say_state(self, name: str, viewers: Iterable[Viewer]) -> bool:
         """Say the state of a rollout to those of its tenant; whether it is known."""
@@ -187,8 +189,8 @@ class Hub:
         self._read_rollouts()
         self._read_turns()
         self._say_overview()
+        running = self._running()
         with self._lock:
-            running = [name for name, one in self._watched.items() if one.rollout.state is State.RUNNING]
             wanted = {keys.REPORTS_CHANNEL, *map(keys.live, self._watched)}
         if new := wanted - set(channel.channels):
             channel.subscribe(*new)
@@ -197,10 +199,14 @@ class Hub:
         if running and time.monotonic() > self._asked_at + ASK_S:
             self._asked_at = time.monotonic()
             with self._gate.redis.pipeline(transaction=False) as pipe:
-                for name in running:
-                    pipe.set(keys.watched(name), 1, ex=WATCHED_S)
+                for watched in running:
+                    pipe.set(keys.watched(watched.rollout.id), 1, ex=WATCHED_S)
                 pipe.publish(keys.WATCH_CHANNEL, len(running))
                 pipe.execute()
+
+    def _running(self) -> list[Watched]:
+        with self._lock:
+            return [known for known in self._watched.values() if known.rollout.state is State.RUNNING]
 
     def _read_streams(self) -> None:
         """Note what changed since the last look."""
@@ -208,7 +214,7 @@ class Hub:
             names = set().union(*map(_names, self._viewers))
             followed = {viewer.rollout for viewer in self._viewers}
             # What nobody looks at any more. Not where one leaves: thousands may at once.
-            self._watched = {name: one for name, one in self._watched.items() if name in followed}
+            self._watched = {name: known for name, known in self._watched.items() if name in followed}
             self._states = {name: said for name, said in self._states.items() if name in names}
             wanted = [keys.EVENTS] * bool(names)
             wanted += [keys.BATCHES_EVENTS] * any("batches" in viewer.topics for viewer in self._viewers)
@@ -234,8 +240,8 @@ class Hub:
                 now = rollout.model_dump_json(include=STATE)
                 said = event("states", f"{{{json.dumps(rollout.id)}:{now}}}")
                 self._states[rollout.id] = rollout.tenant, said
-                self._say_state(rollout.id, [one for one in self._viewers if rollout.id in one.ids])
-                if viewers := self._of(rollout.id):
+                self._say_state(rollout.id, [viewer for viewer in self._viewers if rollout.id in viewer.ids])
+                if viewers := self._of(rollout):
                     self._say_rollout(rollout, viewers)
 
     def _say_rollout(self, rollout: Rollout, viewers: list[Viewer]) -> None:
@@ -255,39 +261,37 @@ class Hub:
 
     def _read_turns(self) -> None:
         """Read on in the turn logs of what is in RUN, and count the calls of programs."""
-        with self._lock:
-            running = [one for one in self._watched.values() if one.rollout.state is State.RUNNING]
-        client = self._gate.redis
+        running, client = self._running(), self._gate.redis
         with client.pipeline(transaction=False) as pipe:
-            for one in running:
-                key = keys.turns if one.rollout.request.agent is None else keys.capture_nodes
-                pipe.llen(key(one.rollout.id, one.rollout.attempt))
+            for watched in running:
+                key = keys.turns if watched.rollout.request.agent is None else keys.capture_nodes
+                pipe.llen(key(watched.rollout.id, watched.rollout.attempt))
             lengths = pipe.execute() if running else []
-        for one, length in zip(running, lengths, strict=True):
-            name, attempt, before = one.rollout.id, one.rollout.attempt, one.length
+        for watched, length in zip(running, lengths, strict=True):
+            name, attempt, before = watched.rollout.id, watched.rollout.attempt, watched.length
             if length in (0, before):
                 continue
             # A Redis that was killed may have lost the last ones.
             known, entries = max(0, before) if length > before else 0, []
-            if one.rollout.request.agent is None:
+            if watched.rollout.request.agent is None:
                 # Damaged, or a newer release wrote it: the others are shown all the same.
                 with suppress(ValueError):
                     entries = decode(turns.read(client, name, attempt, known))
                     length = known + len(entries)
             with self._lock:
                 if not known:
-                    one.begin()
-                one.length, said = length, one.turns(entries)
-                said = said if entries and length > before else one.refetch
-                for viewer in self._of(name) if before >= 0 else ():
-                    viewer.add("turns", said, one.refetch)
+                    watched.begin()
+                watched.length, said = length, watched.turns(entries)
+                said = said if entries and length > before else watched.refetch
+                for viewer in self._of(watched.rollout) if before >= 0 else ():
+                    viewer.add("turns", said, watched.refetch)
 
     def _say_changed(self, what: str, name: str, tenant: str | None) -> None:
         topic = {"batch": "batches", "report": "reports"}[what]
+        said = event("changed", json.dumps({"what": what, "id": name}))
         with self._lock:
             for viewer in self._viewers:
                 if topic in viewer.topics and viewer.tenant in (None, tenant):
-                    said = event("changed", json.dumps({"what": what, "id": name}))
                     viewer.tell(f"{what} {name}", said)
 
     def _say_overview(self) -> None:
@@ -310,7 +314,7 @@ class Hub:
             if watched := self._watched.get(name):
                 said = watched.printed(json.loads(text))
                 anew = watched.screen or said
-                for viewer in self._of(name):
+                for viewer in self._of(watched.rollout):
                     viewer.add("output", said, anew)
         return None
 

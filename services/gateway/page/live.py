@@ -17,9 +17,10 @@ from services.gateway.http import STRING, Tenant, operation, query
 from services.gateway.metrics import queue_depths
 from services.gateway.page.hub import Viewer
 from services.gateway.page.watched import event
-from services.gateway.problems import ApiProblem, invalid
+from services.gateway.problems import invalid
 from services.gateway.routes.backends import BackendList
 from services.gateway.routes.fleet import current
+from services.gateway.routes.rollouts import absent
 from services.gateway.waiting import Waiter, waiter
 from services.state.redis import is_away
 
@@ -43,8 +44,7 @@ def live(
     if not (viewer.topics or rollout or viewer.ids):
         raise invalid("topics", "name what to follow: `topics`, `rollout` or `ids`")
     if rollout is not None and gate.rollouts.state(rollout, tenant) is None:
-        detail = f"there is no rollout {rollout!r} that can be read; it may be past its retention"
-        raise ApiProblem(404, "No such rollout", detail)
+        raise absent(rollout)
     gate.streams.take(who)
     mine.streams = True
     gate.live.enter(viewer, partial(_overview, gate))

@@ -10,18 +10,12 @@ from flask import Blueprint, Response
 from rollout.schema import Report, ReportRequest
 from services.gateway.auth import caller
 from services.gateway.context import gateway
-from services.gateway.http import JSON, Tenant, operation, page_size
-from services.gateway.problems import ApiProblem, invalid
+from services.gateway.http import JSON, OneTenant, operation, page_size
+from services.gateway.problems import ApiProblem
 from services.state.api_keys import Scope
 from services.state.reports import MOST_REPORTS
 
 blueprint = Blueprint("reports", __name__, url_prefix="/v1")
-
-
-def _one(tenant: str | None) -> str:
-    if tenant is None:
-        raise invalid("tenant", "name one tenant: runs are each tenant's own")
-    return tenant
 
 
 @blueprint.post("/reports")
@@ -33,20 +27,20 @@ def put(body: ReportRequest) -> Report:
 
 @blueprint.get("/reports")
 @operation()
-def runs(tenant: Tenant) -> dict[str, Any]:
+def runs(tenant: OneTenant) -> dict[str, Any]:
     """The runs that were reported of, the latest first."""
-    return {"runs": gateway().reports.runs(_one(tenant))}
+    return {"runs": gateway().reports.runs(tenant)}
 
 
 @blueprint.get("/reports/<run>")
 @operation()
 def reports(
-    run: str, limit: Annotated[int, page_size(MOST_REPORTS, MOST_REPORTS)], tenant: Tenant
+    run: str, limit: Annotated[int, page_size(MOST_REPORTS, MOST_REPORTS)], tenant: OneTenant
 ) -> Response:
     """The steps of a run, in their order."""
-    found = gateway().reports.reports(_one(tenant), run, limit)
-    if not found:
+    steps = gateway().reports.reports(tenant, run, limit)
+    if not steps:
         detail = f"nothing was reported of a run {run!r}, or it is forgotten; GET /v1/reports lists the runs"
         raise ApiProblem(404, "No such run", detail)
     # As they are kept: ten thousand are not read and written once more.
-    return Response(f'{{"run":{json.dumps(run)},"reports":[{",".join(found)}]}}', content_type=JSON)
+    return Response(f'{{"run":{json.dumps(run)},"reports":[{",".join(steps)}]}}', content_type=JSON)

@@ -73,7 +73,8 @@ def submit(body: SubmitRequest | RolloutRequest) -> SubmitResponse:
     return SubmitResponse(rollouts=submitted)
 
 
-def _absent(rollout_id: str) -> ApiProblem:
+def absent(rollout_id: str) -> ApiProblem:
+    """The refusal of a rollout that is not there, or not the tenant's."""
     detail = f"there is no rollout {rollout_id!r} that can be read; it may be past its retention"
     return ApiProblem(404, "No such rollout", detail)
 
@@ -99,7 +100,7 @@ def read(answer: Answer, rollout_id: str, tenant: str | None, include: Include =
     rollouts = answer.rollouts([rollout_id], trajectory=include == "trajectory", tenant=tenant)
     if not rollouts:
         # Also somebody else's: a 403 would say that it exists.
-        raise _absent(rollout_id)
+        raise absent(rollout_id)
     (rollout,) = rollouts
     if include == "trajectory" and rollout.state is State.RUNNING:
         gate, driven = gateway(), rollout.request.agent is not None
@@ -114,7 +115,7 @@ def agent(rollout_id: str, tenant: Tenant) -> AgentAccess:
     gate = gateway()
     rollout = gate.rollouts.get(rollout_id, trajectory=False, tenant=tenant)
     if rollout is None:
-        raise _absent(rollout_id)
+        raise absent(rollout_id)
     if not is_external(rollout.request):
         detail = f"rollout {rollout_id!r} is not driven from elsewhere: it has no agent.harness 'external'"
         raise ApiProblem(409, "Driven here", detail)
@@ -155,7 +156,7 @@ def cancel(rollout_id: str, tenant: Tenant) -> dict[str, Any]:
     """Cancel one rollout. Twice, or after the end, is harmless and says so."""
     word, state = gateway().dispatcher.cancel(rollout_id, tenant)
     if word == "gone":
-        raise _absent(rollout_id)
+        raise absent(rollout_id)
     return {
         "id": rollout_id,
         "state": state,

@@ -44,7 +44,7 @@ def page(
     """
     checks, began = _checks(**filters), time.monotonic()
     indexed = {name: filters[name] for name in INDEXED}
-    found: list[str] = []
+    fitting: list[str] = []
     end, size = cursor + MOST_LOOKED, min(limit, AT_ONCE, MOST_LOOKED)
     while True:
         ids = reader.ids(**indexed, offset=cursor, limit=size)
@@ -56,13 +56,13 @@ def page(
             # One by one: the cursor must not pass what did not fit into this page.
             cursor += 1
             if _fit(checks, values):
-                found.append(rollout_id)
-                if len(found) == limit:
+                fitting.append(rollout_id)
+                if len(fitting) == limit:
                     break
-        at_end = len(ids) < size and len(found) < limit
-        if at_end or len(found) == limit or cursor >= end or time.monotonic() - began > MOST_S:
+        at_end = len(ids) < size and len(fitting) < limit
+        if at_end or len(fitting) == limit or cursor >= end or time.monotonic() - began > MOST_S:
             # Whose it is was looked at; records that cannot be read are passed over.
-            rollouts = reader.get_many(found, trajectory=False, tenant=filters["tenant"])
+            rollouts = reader.get_many(fitting, trajectory=False, tenant=filters["tenant"])
             return list(rollouts), None if at_end else cursor
         size = min(AT_ONCE, end - cursor)
 

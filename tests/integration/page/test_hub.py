@@ -112,3 +112,23 @@ def test_what_nobody_follows_any_more_is_listened_to_no_more(world, look, ids):
     goes.close()
     wait_until(lambda: listeners() == 0, PATIENCE_S, "the hub to listen no more")
     stays.close()
+
+
+def test_an_id_that_became_another_tenants_is_told_to_its_new_owner_alone(world, look):
+    for tenant in "ab":
+        world.key(tenant)
+    (name,) = (item["id"] for item in world.submit("a", id="used").json["rollouts"])
+    former, everybody = look(tenant="a", rollout=name), look(tenant=None, rollout=name)
+    for viewer in (former, everybody):
+        viewer.until("event: rollout")
+    world.redis.delete(*world.redis.keys(f"*{name}*"))
+    assert world.submit("b", id=name).status_code == 202
+    world.redis.hset(keys.record(name), mapping={"state": "running", "attempt": 1})
+    world.redis.xadd(keys.EVENTS, {"id": name})
+    everybody.until('"state":"running"')
+    piece = {"operation": 1, "kind": "bash", "offset": 0, "end": 2, "text": "secret", "running": True}
+    world.redis.publish(keys.live(name), json.dumps(piece))
+    everybody.until("secret")
+    assert "secret" not in former.take() and '"running"' not in former.said
+    owner = look(tenant="b", rollout=name)
+    owner.until("secret")
