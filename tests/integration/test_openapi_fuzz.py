@@ -19,7 +19,7 @@ schemathesis, checks = Lazy("schemathesis"), Lazy("schemathesis.specs.openapi.ch
 EXAMPLES = CHAOS("examples of an operation", short=6, long=100)
 """Of each operation, in each mode."""
 NOBODY = "http://127.0.0.1:9"
-ENDLESS = {"/v1/results/stream", "/v1/completions/stream"}
+ENDLESS = {"/v1/results/stream", "/v1/completions/stream", "/v1/live"}
 API = Flask("api")
 for blueprint in (*BLUEPRINTS, *COMPATIBLE):
     API.register_blueprint(blueprint)
