@@ -7,7 +7,7 @@ import json
 import time
 
 from rollout.schema import Stage
-from sandbox.errors import SandboxError, SandboxRequestError
+from sandbox.errors import SandboxRequestError
 from sandbox.peek import Peek
 from services.state import keys
 from workers.chores.base import Chore
@@ -37,7 +37,7 @@ class Watched:
             return self._peek.look() if self._peek else []
         except SandboxRequestError:
             self._socket = ""  # it is of an earlier release
-        except (SandboxError, OSError):
+        except Exception:  # gone, slow, or its answer is none: the others are shown all the same
             self.until = 0.0
         self.close()
         return []
