@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from playwright.sync_api import expect
 
+from rollout.batch import BatchRequest
+from rollout.schema import RolloutRequest
 from tests.helpers.keys import http
 
 SOON_MS = 1500
@@ -50,3 +52,14 @@ def test_runs_and_metrics_may_be_called_like_what_every_object_has(open_view, wo
     page.get_by_role("tab", name="Table").click()
     expect(page.get_by_role("table").first).to_be_visible()
     expect(page.get_by_text("This view failed")).to_have_count(0)
+
+
+def test_a_batch_and_a_view_may_be_called_so_too(open_view, world):
+    prompts = [RolloutRequest(handler="lottery", task={"rewards": [1.0], "number": 0})]
+    world.client.batches.create(BatchRequest(id="constructor", prompts=prompts, n=1, groups=1))
+    page = open_view("batches")
+    expect(page.get_by_role("link", name="constructor")).to_be_visible()
+    expect(page.get_by_text("This view failed")).to_have_count(0)
+    for name in ("constructor", "__proto__", "toString/x"):
+        page.goto(f"{world.url}/#/{name}")
+        expect(page.get_by_role("heading", name="No such view")).to_be_visible()

@@ -19,8 +19,8 @@ const NAVIGATION = [
   { view: "training", label: "Training", key: "t" },
   { view: "errors", label: "Errors", key: "e" },
 ];
-const LISTS = { overview: OverviewView, rollouts: RolloutsView, batches: BatchesView, training: TrainingView, errors: ErrorsView };
-const DETAILS = { rollouts: RolloutView, groups: GroupView, batches: BatchView, training: TrainingView };
+const LISTS = { __proto__: null, overview: OverviewView, rollouts: RolloutsView, batches: BatchesView, training: TrainingView, errors: ErrorsView };
+const DETAILS = { __proto__: null, rollouts: RolloutView, groups: GroupView, batches: BatchView, training: TrainingView };
 const KEYS = [
   ["/", "search: an id, or filters such as state:failed tag:step:17"],
   ["g o, g r, g b, g t, g e", "overview, rollouts, batches, training, errors"],

@@ -18,7 +18,7 @@ const Kept = ({ batch: b }) => html`<span class="kept">
 
 export function BatchesView() {
   const answer = useGet("/v1/batches", { limit: 100 });
-  const [fresh, setFresh] = useState({}); // what has changed since, by id
+  const [fresh, setFresh] = useState(new Map()); // what has changed since, by id
   const table = useRef();
   useRowKeys(table);
   const known = answer.data?.batches ?? [];
@@ -27,7 +27,7 @@ export function BatchesView() {
     const ids = [...changed.current];
     changed.current.clear();
     if (ids.some((id) => !known.some((b) => b.id === id))) answer.reload();
-    ids.forEach((id) => get(`/v1/batches/${encodeURIComponent(id)}`).then((b) => setFresh((old) => ({ ...old, [id]: b })), () => {}));
+    ids.forEach((id) => get(`/v1/batches/${encodeURIComponent(id)}`).then((b) => setFresh((old) => new Map(old).set(id, b)), () => {}));
   });
   const status = useLive({ topics: "batches" }, {
     changed: ({ what, id }) => {
@@ -41,7 +41,7 @@ export function BatchesView() {
       ? html`<section class="card flush" aria-label="Batches"><table class="list" ref=${table}>
           ${headings("State", "Batch", "Kept", ["Not kept", "right wide"], ["Why", "wider"], ["Under way", "right wide"],
             ["Carried in, out", "right wider"], ["Took", "right wide"], ["Created", "right narrow"])}
-          <tbody>${batches.map((old) => fresh[old.id] ?? old).map((b) => html`<tr key=${b.id}>
+          <tbody>${batches.map((old) => fresh.get(old.id) ?? old).map((b) => html`<tr key=${b.id}>
             <td><${StateMark} state=${stateOf(b)} /></td>
             <td class="id"><${Link} path=${["batches", b.id]} class="whole mono" data-row=${b.id} title=${b.id}>${shortId(b.id)}<//>
               <span class="above"><${Copy} text=${b.id} label="Copy the id" /></span></td>
