@@ -21,7 +21,6 @@ from services.gateway.auth import caller
 from services.gateway.context import gateway
 from services.gateway.http import JSON, OBJECT, STRING, operation
 from services.gateway.page import serving
-from services.gateway.problems import ApiProblem
 from services.queues import STAGES
 from services.state import keys
 from services.state.api_keys import Scope
@@ -58,14 +57,11 @@ def handlers() -> HandlerList:
 @blueprint.get("/v1/tokenizers/<digest>")
 @operation()
 def texts(digest: str) -> Response:
-    """Texts of token ids, for the tokenizer with whose digest `Trajectory.tokenizer` ends."""
+    """Texts of token ids, for the tokenizer with whose digest `Trajectory.tokenizer` ends; null = no worker
+    has written them, and ids mean the same without."""
     packed = payloads.get(gateway().redis, keys.vocabulary(digest))
     if packed is None:
-        detail = (
-            f"the texts of tokenizer {digest!r} are not here: a RUN worker writes them when it loads the "
-            "tokenizer, and ids mean the same without"
-        )
-        raise ApiProblem(404, "No such tokenizer", detail)
+        return jsonify(texts=None)
     takes = request.accept_encodings.quality("gzip") > 0
     response = Response(packed if takes else gzip.decompress(packed), content_type=JSON)
     if takes:

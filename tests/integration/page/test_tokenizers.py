@@ -21,10 +21,10 @@ def test_texts_come_as_they_are_kept_and_unpacked_to_who_does_not_take_them_so(w
     assert world.get("/v1/tokenizers/0123456789ab", "a").json == TEXTS
 
 
-def test_where_there_are_none_the_answer_says_what_that_means(world):
+def test_where_there_are_none_the_answer_says_so_and_is_kept_by_nobody(world):
     world.key("a", Scope.READ)
     world.key("sender", Scope.SUBMIT)
     answer = world.get("/v1/tokenizers/0123456789ab", "a")
-    assert answer.status_code == 404 and "RUN worker" in answer.json["detail"]
+    assert answer.json == {"texts": None} and "immutable" not in answer.headers.get("Cache-Control", "")
     assert world.get("/v1/tokenizers/0123456789ab", "sender").status_code == 403
     assert world.get("/v1/tokenizers/0123456789ab").status_code == 401

@@ -47,13 +47,10 @@ function named(character) {
 export function loadVocabulary(digest) {
   if (!digest) return Promise.resolve(new Vocabulary(null));
   if (!kept.has(digest)) {
-    const asked = get(`/v1/tokenizers/${encodeURIComponent(digest)}`).then(
-      ({ texts }) => new Vocabulary(texts, true),
-      () => {
-        kept.delete(digest); // a worker may write it yet
-        return new Vocabulary(null, true);
-      },
-    );
+    const asked = get(`/v1/tokenizers/${encodeURIComponent(digest)}`).catch(() => ({ texts: null })).then(({ texts }) => {
+      if (!texts) kept.delete(digest); // a worker may write them yet
+      return new Vocabulary(texts, true);
+    });
     kept.set(digest, asked);
   }
   return kept.get(digest);
