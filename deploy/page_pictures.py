@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import httpx
-
 from rollout.batch import BatchRequest
 from rollout.schema import RolloutRequest
 from services.state.redis import connect
@@ -34,33 +32,40 @@ IMAGES = Path(__file__).resolve().parents[1] / "docs" / "img"
 SIZE = {"width": 1280, "height": 800}
 SLOTS = 8
 """Of each stage: fewer than there are rollouts, so that some wait."""
+STEP_MS = 8.0
+"""Of the engine, for a token: as slow as a real one."""
+CROSSING_S = 0.6
+"""From the start of RUN to a change of the weights, in the middle of a turn."""
+GROUPS = 40
+"""That are under way while the overview is looked at."""
 STEPS = 80
 """That the trainer has reported."""
+DARK = ("page-overview", "page-tokens")
+"""Those of which there is a dark one, too."""
 WATCHED_S = 25.0
 """For which the overview is open before its picture is taken: it draws what it has heard."""
 MOST_BYTES = 150_000
 
 
-def look(pause: float) -> Action:
-    return bash(f"sleep {pause}; ls; cat calc.py; {CHECK}", "I look at the program and run its tests first.")
+def look(said: str) -> Action:
+    return bash(f"ls; cat calc.py; {CHECK}", said)
 
 
-def plans(pause: float) -> Sequence[list[Action]]:
+def plans() -> Sequence[list[Action]]:
     """Four ways in which it goes: mended, mended by a detour, half mended, and given up."""
     end = use("finish", "All tests pass: `twice` added one too many.", message="mended")
-    mend = bash(
-        f"sleep {pause}; sed -i 's/x + x + 1/x + x/' calc.py && {CHECK}", "`twice(2)` is 5: one too many."
-    )
-    wrong = bash(
-        f"sleep {pause}; sed -i 's/x + x + 1/x * x/' calc.py && {CHECK}", "Perhaps a square was meant."
-    )
-    back = bash(f"sleep {pause}; sed -i 's/x \\* x/2 * x/' calc.py && {CHECK}", "No: `2 * x` says it best.")
+    mend = bash(f"sed -i 's/x + x + 1/x + x/' calc.py && {CHECK}", "`twice(2)` is 5: one too many.")
+    wrong = bash(f"sed -i 's/x + x + 1/x * x/' calc.py && {CHECK}", "Perhaps a square was meant.")
+    back = bash(f"sed -i 's/x \\* x/2 * x/' calc.py && {CHECK}", "No: `2 * x` says it best.")
     thought = use("think", thought="twice(0) is 1, so the constant is wrong and not the factor.")
     return (
-        [look(pause), thought, mend, end],
-        [look(pause), wrong, back, end],
-        [look(pause), use("finish", "`half` is right, and I see nothing else.", message="nothing to do")],
-        [look(pause), thought, wrong, use("finish", "This should do.", message="done")],
+        [look("I look at the program and run its tests first."), thought, mend, end],
+        [look("First the tests."), wrong, back, end],
+        [
+            look("Let me see what is there."),
+            use("finish", "`half` is right, and so is all else.", message="-"),
+        ],
+        [look("I run the tests."), thought, wrong, use("finish", "This should do.", message="done")],
     )
 
 
@@ -78,26 +83,23 @@ def report(world: PageWorld) -> None:
         world.client.report(step, metrics, run="mend-7b", policy_version=f"step-{step // 20 * 20}")
 
 
-def populate(world: PageWorld, engine: str) -> str:
+def populate(world: PageWorld) -> str:
     """Groups, failures, a batch; the id of a rollout that two versions of the policy have sampled."""
     numbers = itertools.count(1)
 
-    def mend(n: int, pause: float = 0.0, **fields: object) -> RolloutRequest:
+    def mend(n: int) -> RolloutRequest:
         number = next(numbers)
-        ways = plans(pause)
-        return world.request(
-            f"calc-{number}", *ways, id=f"calc-{number}", n=n, tags=["page", "mend"], **fields
-        )
+        return world.request(f"calc-{number}", *plans(), id=f"calc-{number}", n=n, tags=["mend"])
 
     for version in ("step-40", "step-60"):
-        httpx.post(f"{engine}/update_weight_version", json={"new_version": version}).raise_for_status()
+        world.client.update_policy(version, None)
         world.client.run([mend(4), mend(4)])
     failing = [("unready", 2), ("bad_image", 2), ("faulty", 3)]
     requests = [
         RolloutRequest(
             handler=name,
             n=n,
-            tags=["page"],
+            tags=["mend"],
             task={"stage": "eval"} if name == "faulty" else {},
             limits={"max_attempts": 2},
         )
@@ -117,13 +119,14 @@ def populate(world: PageWorld, engine: str) -> str:
         RolloutRequest(handler="lottery", task={"rewards": row, "number": k}) for k, row in enumerate(rewards)
     ]
     world.client.batches.create(BatchRequest(id="step-61", prompts=prompts, n=4, groups=4))
-    # Its turns are of two versions: the weights change while its tools run.
-    (crossing,) = world.client.submit([mend(1, pause=3.0)])
+    # The weights change while it samples its first turn.
+    (crossing,) = world.client.submit([mend(1)])
     wait_until(lambda: world.client.get(crossing.id).state == "running", 60, "it to run")
-    time.sleep(4)
-    httpx.post(f"{engine}/update_weight_version", json={"new_version": "step-80"}).raise_for_status()
+    time.sleep(CROSSING_S)
+    world.client.update_policy("step-80", None)
+    world.client.wait(crossing.id)
     report(world)
-    world.client.submit([mend(4, pause=1.5) for _ in range(12)])
+    world.client.submit([mend(4) for _ in range(GROUPS)])
     return crossing.id
 
 
@@ -140,7 +143,7 @@ def pictures(url: str, crossing: str) -> None:
     views = {
         "page-overview": "overview",
         "page-rollout": "rollouts/calc-1.0",
-        "page-tokens": f"rollouts/{crossing}?tab=tokens",
+        "page-tokens": f"rollouts/{crossing}?tab=tokens&at=190",
         "page-group": "groups/calc-1",
         "page-training": "training",
     }
@@ -151,11 +154,11 @@ def pictures(url: str, crossing: str) -> None:
                 page = context.new_page()
                 sign_in(page, url, KEY)
                 for name, route in views.items():
+                    if scheme == "dark" and name not in DARK:
+                        continue
                     page.goto(f"{url}/#/{route}")
                     page.get_by_role("heading", level=1).wait_for()
-                    page.wait_for_timeout(
-                        WATCHED_S * 1000 if route == "overview" and scheme == "light" else 3000
-                    )
+                    page.wait_for_timeout(WATCHED_S * 1000 if route == "overview" else 3000)
                     shoot(page, name, scheme)
 
 
@@ -163,7 +166,11 @@ def main() -> None:
     """Start a service, have it work, look at it, end it."""
     with (
         tempfile.TemporaryDirectory(prefix="rollout-shots-") as directory,
-        page_stack(Path(directory), {"ROLLOUT_HANDLERS": HANDLERS}) as (stack, folder, engine),
+        page_stack(Path(directory), {"ROLLOUT_HANDLERS": HANDLERS}, step_ms=STEP_MS) as (
+            stack,
+            folder,
+            engine,
+        ),
     ):
         with connect(stack.redis.url) as redis:
             page_records.write(redis, stack.redis.url, page_records.branched_trajectory(), id="session")
@@ -171,9 +178,9 @@ def main() -> None:
             stack.start_worker(stage, slots=SLOTS)
         stack.client.add_backend(engine.url)
         world = PageWorld(stack, folder, "")
-        crossing = populate(world, engine.url)
+        crossing = populate(world)
         pictures(stack.url, crossing)
-        stack.client.cancel_many(tag="page")
+        stack.client.cancel_many(tag="mend")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from workers.agent.tools import ExecuteBash, Finish, Think
 from workers.handlers.base import AgentHandler, EvalContext, InitContext, Reward
 
 VARIABLE = "TEST_PAGE_PLANS"
-_NAME = re.compile(r"plan:([a-z0-9-]+)")
+_NAME = re.compile(r"Task ([a-z0-9-]+):")
 _TURN = "<|im_start|>assistant\n"
 _begun: Counter[str] = Counter()
 
@@ -104,10 +104,10 @@ def bash(command: str, content: str = "") -> Action:
 
 
 def write_plan(directory: Path, name: str, *variants: list[Action]) -> str:
-    """Write a plan; returns the words that a prompt names it by."""
+    """Write a plan; returns the words that a prompt begins with, by which it is found."""
     data = [[action.model_dump() for action in variant] for variant in variants]
     (directory / f"{name}.json").write_text(json.dumps(data))
-    return f"plan:{name}"
+    return f"Task {name}:"
 
 
 def play(prompt: list[int], call_number: int) -> list[int]:

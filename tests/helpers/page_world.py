@@ -58,7 +58,7 @@ class PageWorld:
     def request(self, name: str, *variants: list[Action], **fields: Any) -> RolloutRequest:
         """A rollout whose policy plays one of these lists of actions."""
         words = page_policy.write_plan(self.plans, name, *variants)
-        task = {"prompt": f"Mend calc.py, in which twice(2) is 5. ({words})", **fields.pop("task", {})}
+        task = {"prompt": f"{words} mend calc.py, in which twice(2) is 5.", **fields.pop("task", {})}
         return RolloutRequest(handler="mend", task=task, **fields)
 
     def new_key(self, *scopes: Scope) -> tuple[str, str]:
@@ -80,7 +80,9 @@ class PageWorld:
 
 
 @contextmanager
-def page_stack(directory: Path, env: dict[str, str] | None = None) -> Iterator[tuple[Stack, Path, Any]]:
+def page_stack(
+    directory: Path, env: dict[str, str] | None = None, **engine_options: Any
+) -> Iterator[tuple[Stack, Path, Any]]:
     """Redis and gateway, without a worker; the plans' directory; and the engine that plays them."""
     plans = directory / "plans"
     plans.mkdir()
@@ -94,6 +96,7 @@ def page_stack(directory: Path, env: dict[str, str] | None = None) -> Iterator[t
                 "script": "tests.helpers.page_policy:play",
                 "max_model_len": 131072,
                 "weight_version": "v1",
+                **engine_options,
             }
             env = {"ROLLOUT_HANDLERS": HANDLERS, "ROLLOUT_LEASE_S": "10", **(env or {})}
             with (

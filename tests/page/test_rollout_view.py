@@ -36,7 +36,7 @@ def test_the_conversation_shows_prompt_calls_of_tools_and_what_they_printed(open
     page = open_view(f"rollouts/{counted}")
     for words in (
         "You mend small programs.",
-        "Mend calc.py, in which twice(2) is 5.",
+        "mend calc.py, in which twice(2) is 5.",
         "I count first.",
         "I write.",
     ):

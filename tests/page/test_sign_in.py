@@ -35,7 +35,7 @@ def test_who_has_not_signed_in_is_asked_for_a_key_and_comes_back_to_where_they_w
     expect(field).to_be_visible()
     field.fill(KEY)
     field.press("Enter")
-    expect(page.get_by_text("Mend calc.py, in which twice(2) is 5.").first).to_be_visible()
+    expect(page.get_by_text("mend calc.py, in which twice(2) is 5.").first).to_be_visible()
     assert "mend-calc.0" in page.url
 
 
