@@ -34,15 +34,13 @@ MAX_HEADER = 200
 """Characters of an Authorization header worth looking at; a key has 81."""
 WORKING = ("active", "replaced")
 """States of a key that is accepted."""
-MAX_SESSIONS = 10_000
-"""Sessions of which a process remembers that they last."""
 ALL_TENANTS = "*"
 LOG_IN = "log in again at /"
 ENTER = "enter an API key, rlt_…, as `rollout keys create` shows it"
 MAKE_KEY = "make one with `rollout keys create TENANT --scope admin`"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Caller:
     """Whose call it is."""
 
@@ -50,6 +48,8 @@ class Caller:
     key: ApiKey
     session: Session | None = None
     """Of a call that came with one; None = it came with the key itself."""
+    asked_at: float = float("-inf")
+    """Monotonic time at which it was asked last whether the session is over."""
 
     def may(self, scope: Scope) -> bool:
         return self.key.may(scope)
@@ -61,8 +61,6 @@ class Guard:
     def __init__(self, store: KeyStore, sessions: SessionStore) -> None:
         self._store, self._sessions = store, sessions
         self._cached: tuple[float, Access] | None = None
-        self._lasted: dict[str, float] = {}
-        """When sessions with a stream were asked for last, by digest."""
 
     def access(self) -> Access:
         """Keys and tenants, not older than `CACHE_S`.
@@ -144,20 +142,14 @@ class Guard:
         Raises:
             redis.RedisError: It cannot be told.
         """
-        key, session = self.access().keys.get(caller.key.id), caller.session
-        works = key is not None and key.state(time.time()) in WORKING
-        return works and (session is None or self._lasts(session))
-
-    def _lasts(self, session: Session) -> bool:
-        """Whether a session is not over, or was not `CACHE_S` ago: a stream asks at each event."""
-        asked = time.monotonic()
-        if asked - self._lasted.get(session.digest, float("-inf")) < CACHE_S:
+        key = self.access().keys.get(caller.key.id)
+        if key is None or key.state(time.time()) not in WORKING:
+            return False
+        now = time.monotonic()
+        if caller.session is None or now < caller.asked_at + CACHE_S:
             return True
-        if lasts := self._sessions.lasts(session):
-            if len(self._lasted) >= MAX_SESSIONS:
-                self._lasted.clear()
-            self._lasted[session.digest] = asked
-        return lasts
+        caller.asked_at = now  # a stream asks at each event
+        return self._sessions.lasts(caller.session)
 
 
 def cookie_name() -> str:

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from sandbox.peek import Peek
 from sandbox.server import wire
 from workers.chores.watch import Watched
 
@@ -34,8 +35,8 @@ def test_a_sandbox_that_answers_nonsense_is_looked_at_no_more(tmp_path, answer):
 
         thread = threading.Thread(target=serve)
         thread.start()
-        watched = Watched(str(path))
-        watched.until = 1.0
+        watched = Watched(Peek(str(path), 5.0), until=1.0)
         assert watched.look() == []
         assert watched.until == 0.0
+        watched.peek.close()
         thread.join()

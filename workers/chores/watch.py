@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
+from dataclasses import dataclass
 
 from rollout.schema import Stage
-from sandbox.errors import SandboxRequestError
+from sandbox.errors import SandboxError
 from sandbox.peek import Peek
 from services.state import keys
 from workers.chores.base import Chore
@@ -21,32 +23,20 @@ ANSWER_S = 0.5
 """For a sandbox to answer; the others wait meanwhile."""
 
 
+@dataclass
 class Watched:
-    """A rollout that somebody looks at."""
+    """A sandbox that somebody looks into."""
 
-    def __init__(self, socket: str) -> None:
-        self.until = 0.0
-        self._socket = socket
-        self._peek: Peek | None = None
+    peek: Peek
+    until: float = 0.0
 
     def look(self) -> list[dict]:
-        """What its sandbox has printed since the last look. One that cannot tell is looked at no more."""
+        """What it has printed since the last look. One that cannot tell is let go of."""
         try:
-            if self._socket and self._peek is None:
-                self._peek = Peek(self._socket, ANSWER_S)
-            return self._peek.look() if self._peek else []
-        except SandboxRequestError:
-            self._socket = ""  # it is of an earlier release
+            return self.peek.look()
         except Exception:  # gone, slow, or its answer is none: the others are shown all the same
             self.until = 0.0
-        self.close()
-        return []
-
-    def close(self) -> None:
-        """Hang up."""
-        if self._peek is not None:
-            self._peek.close()
-            self._peek = None
+            return []
 
 
 class Watch(Chore):
@@ -78,7 +68,7 @@ class Watch(Chore):
             pieces = watched.look() if place in held else []
             if watched.until < now or place not in held:
                 # What was read behind RUN's end may be of the scoring, and is nobody's to see.
-                watched.close()
+                watched.peek.close()
                 del self._watched[place]
                 continue
             for piece in pieces:
@@ -90,13 +80,14 @@ class Watch(Chore):
         client, in_hand = self._services.redis, list(self._services.held.items())
         in_run = [place for place, held in in_hand if held.stage is Stage.RUN]
         wanted = client.mget([keys.watched(rollout_id) for rollout_id, _ in in_run]) if in_run else []
-        for place, word in zip(in_run, wanted, strict=True):
-            if word is not None and place not in self._watched:
-                box = client.hget(keys.record(place[0]), "sandbox")
-                self._watched[place] = Watched(json.loads(box)["socket"] if box else "")
-            if word is not None:
+        for place in (place for place, word in zip(in_run, wanted, strict=True) if word is not None):
+            box = None if place in self._watched else client.hget(keys.record(place[0]), "sandbox")
+            with suppress(SandboxError):
+                if box is not None:
+                    self._watched[place] = Watched(Peek(json.loads(box)["socket"], ANSWER_S))
+            if place in self._watched:
                 self._watched[place].until = until
 
     def close(self) -> None:
         for watched in self._watched.values():
-            watched.close()
+            watched.peek.close()
