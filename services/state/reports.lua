@@ -1,4 +1,4 @@
--- What trainers report, by step. Takes `MOST_RUNS`, `MOST_REPORTS`, `MOST_BYTES` and `KEEP_MS`.
+-- What trainers report, by step. Takes `MOST_RUNS`, `MOST_REPORTS`, `MOST_RUN_BYTES`, `MOST_BYTES`, `KEEP_MS`.
 
 local function forget_run(tenant, run)
   redis.call('DEL', KEY.reports(tenant, run))
@@ -18,7 +18,7 @@ function operations.put(ask)
     redis.call('ZREM', own, former)
   end
   redis.call('ZADD', own, ask.step, report)
-  while bytes > MOST_BYTES or redis.call('ZCARD', own) > MOST_REPORTS do
+  while bytes > MOST_RUN_BYTES or redis.call('ZCARD', own) > MOST_REPORTS do
     bytes = bytes - #redis.call('ZPOPMIN', own)[1]
   end
   redis.call('HSET', sizes, run, bytes)

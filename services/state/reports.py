@@ -17,8 +17,8 @@ MOST_RUNS = 100
 """Of a tenant; beyond it the one of which nothing was said for the longest is forgotten."""
 MOST_REPORTS = 10_000
 """Steps of a run; beyond it the first ones are forgotten."""
-MOST_BYTES = 64 << 20
-"""Of a tenant's reports, 6 KB each at most."""
+MOST_RUN_BYTES, MOST_BYTES = 16 << 20, 64 << 20
+"""Of a run's reports, which are read at once, and of a tenant's; 6 KB each at most."""
 KEEP_S = 30 * 86400
 """After the last report of a run."""
 
@@ -34,6 +34,7 @@ class ReportStore:
             "reports",
             MOST_RUNS=MOST_RUNS,
             MOST_REPORTS=MOST_REPORTS,
+            MOST_RUN_BYTES=MOST_RUN_BYTES,
             MOST_BYTES=MOST_BYTES,
             KEEP_MS=KEEP_S * 1000,
         )

@@ -130,6 +130,15 @@ def test_the_bytes_of_a_tenant_s_reports_are_bounded_and_counted_right(world, mo
     assert 39 % 30 in steps(world, "run-0"), "what was said last is there"
 
 
+def test_the_bytes_of_a_run_are_bounded_for_it_is_read_at_once(world, monkeypatch):
+    world.key("a")
+    bounded(world, monkeypatch, MOST_RUN_BYTES=400)
+    for step in range(20):
+        put(world, step)
+    (size,) = world.redis.hvals(keys.reports_bytes("a"))
+    assert int(size) <= 400 and steps(world)[-1] == 19
+
+
 def test_reports_are_forgotten_when_nothing_was_said_for_long(world, monkeypatch):
     world.key("a")
     put(world, 1)
