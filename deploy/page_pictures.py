@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollout.batch import BatchRequest
-from rollout.schema import RolloutRequest
+from rollout.schema import Rollout, RolloutRequest
 from services.state.redis import connect
 from tests.helpers import page_records
 from tests.helpers.browser import PATIENCE_MS, chromium, sign_in
+from tests.helpers.fake_engine import fake_engine
 from tests.helpers.keys import KEY
 from tests.helpers.page_policy import CHECK, bash, use
-from tests.helpers.page_world import HANDLERS, PageWorld, page_stack
+from tests.helpers.page_world import ENGINE, HANDLERS, PageWorld, page_stack
 from tests.helpers.stack import wait_until
 from workers.agent.replay import Action
 
@@ -36,7 +37,7 @@ STEP_MS = 8.0
 """Of the engine, for a token: as slow as a real one."""
 CROSSING_S = 0.6
 """From the start of RUN to a change of the weights, in the middle of a turn."""
-GROUPS = 40
+GROUPS = 60
 """That are under way while the overview is looked at."""
 STEPS = 80
 """That the trainer has reported."""
@@ -83,8 +84,8 @@ def report(world: PageWorld) -> None:
         world.client.report(step, metrics, run="mend-7b", policy_version=f"step-{step // 20 * 20}")
 
 
-def populate(world: PageWorld) -> str:
-    """Groups, failures, a batch; the id of a rollout that two versions of the policy have sampled."""
+def populate(world: PageWorld) -> tuple[Rollout, str]:
+    """Groups, failures, a batch; a rollout that went well, and the id of one that two versions sampled."""
     numbers = itertools.count(1)
 
     def mend(n: int) -> RolloutRequest:
@@ -93,7 +94,8 @@ def populate(world: PageWorld) -> str:
 
     for version in ("step-40", "step-60"):
         world.client.update_policy(version, None)
-        world.client.run([mend(4), mend(4)])
+        ended = world.client.run([mend(4), mend(4)])
+    mended = next(item for item in ended if item.trajectory.turns == 4 and item.reward == 1.0)
     failing = [("unready", 2), ("bad_image", 2), ("faulty", 3)]
     requests = [
         RolloutRequest(
@@ -127,7 +129,7 @@ def populate(world: PageWorld) -> str:
     world.client.wait(crossing.id)
     report(world)
     world.client.submit([mend(4) for _ in range(GROUPS)])
-    return crossing.id
+    return mended, crossing.id
 
 
 def shoot(page: Page, name: str, scheme: str) -> None:
@@ -138,13 +140,13 @@ def shoot(page: Page, name: str, scheme: str) -> None:
     print(f"{path.name}: {size / 1e3:.0f} kB{' (too large)' if size > MOST_BYTES else ''}")
 
 
-def pictures(url: str, crossing: str) -> None:
+def pictures(url: str, mended: Rollout, crossing: str) -> None:
     """All of them, light and dark."""
     views = {
         "page-overview": "overview",
-        "page-rollout": "rollouts/calc-1.0",
+        "page-rollout": f"rollouts/{mended.id}",
         "page-tokens": f"rollouts/{crossing}?tab=tokens&at=190",
-        "page-group": "groups/calc-1",
+        "page-group": f"groups/{mended.group_id}",
         "page-training": "training",
     }
     with chromium() as browser:
@@ -171,15 +173,16 @@ def main() -> None:
             folder,
             engine,
         ),
+        fake_engine(**ENGINE, step_ms=STEP_MS) as second,
     ):
         with connect(stack.redis.url) as redis:
             page_records.write(redis, stack.redis.url, page_records.branched_trajectory(), id="session")
         for stage in ("init", "run", "eval"):
             stack.start_worker(stage, slots=SLOTS)
-        stack.client.add_backend(engine.url)
+        for each in (engine, second):
+            stack.client.add_backend(each.url)
         world = PageWorld(stack, folder, "")
-        crossing = populate(world)
-        pictures(stack.url, crossing)
+        pictures(stack.url, *populate(world))
         stack.client.cancel_many(tag="mend")
 
 

@@ -28,6 +28,11 @@ from tests.helpers.stack import Stack, wait_until
 from workers.agent.replay import Action
 
 HANDLERS = "tests.helpers.handlers:all_handlers,tests.helpers.page_policy:all_handlers"
+ENGINE = {
+    "script": "tests.helpers.page_policy:play",
+    "max_model_len": 131072,
+    "weight_version": "v1",
+}
 OTHER = "other"
 """A second tenant."""
 COLOURS = r"printf '\033[31mred words\033[0m and plain ones\n'; ls -a"
@@ -92,15 +97,9 @@ def page_stack(
     ):
         patch.setenv(page_policy.VARIABLE, str(plans))
         try:
-            options = {
-                "script": "tests.helpers.page_policy:play",
-                "max_model_len": 131072,
-                "weight_version": "v1",
-                **engine_options,
-            }
             env = {"ROLLOUT_HANDLERS": HANDLERS, "ROLLOUT_LEASE_S": "10", **(env or {})}
             with (
-                fake_engine(**options) as engine,
+                fake_engine(**ENGINE, **engine_options) as engine,
                 Stack(directory, Path(sandbox_dir), env) as stack,
             ):
                 yield stack, plans, engine
