@@ -73,7 +73,7 @@ bench: setup-bench ## run every benchmark; each ends with one JSON object
 	@for file in benchmarks/[a-z]*.py; do name=$${file#benchmarks/}; [ $$name = harness.py ] || \
 	  $(BIN)/python -m benchmarks.$${name%.py} || exit 1; done
 
-screenshots: setup ## take the pictures of docs/img anew: terminals, and Flower where chromium is
+screenshots: setup ## take the pictures of docs/img anew: terminals; the page and Flower need chromium
 	@$(BIN)/python -m deploy.screenshots
 
 idle: setup-tests ## hold what is promised in seconds to the letter, on a machine that does nothing else

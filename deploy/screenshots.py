@@ -1,4 +1,4 @@
-"""Pictures for README and docs/, made of what real commands print and what Flower shows: `make screenshots`.
+"""Pictures for README and docs/, made of what commands print, of the page and of Flower: `make screenshots`.
 
 A stack of its own with the demo model; terminals as SVG (docs/img/NAME.svg), Flower as PNG where chromium is.
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from deploy import page_pictures
 from examples.demo_model.task import make_tasks
 from rollout.client import Client
 from rollout.schema import Limits, RolloutRequest
@@ -76,6 +77,7 @@ def flower(url: str, credentials: str) -> None:
 
 def main() -> None:
     """Start a stack, take the pictures, end it."""
+    page_pictures.main()
     terminal("demo", ["demo", "--n", "16"], os.environ)
     directory = Path(tempfile.mkdtemp(prefix="rollout-shots-"))
     stack = Stack(directory, print)
