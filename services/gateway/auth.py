@@ -99,9 +99,7 @@ class Guard:
         """
         access = self.access()
         try:
-            key, session = (
-                self._credentials(access) if text is None else (_working(access, text, ENTER), None)
-            )
+            key, session = self._credentials(access, text)
         except ApiProblem:
             refusals.REFUSED.labels(refusals.KEY).inc()
             raise
@@ -116,8 +114,10 @@ class Guard:
             )
         return Caller(access.tenant(key.tenant), key, session)
 
-    def _credentials(self, access: Access) -> tuple[ApiKey, Session | None]:
-        """What the request came with: a key, or cookie and proof of a session."""
+    def _credentials(self, access: Access, text: str | None) -> tuple[ApiKey, Session | None]:
+        """The key with this text, or what the request came with: a key, or cookie and proof of a session."""
+        if text is not None:
+            return _working(access, text, ENTER), None
         header = request.headers.get("Authorization")
         token, proof = request.cookies.get(cookie_name()), request.headers.get(PROOF)
         if header is not None or token is proof is None:

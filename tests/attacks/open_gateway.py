@@ -17,7 +17,9 @@ def create_app() -> Flask:
     """As the gateway was before: loopback is trusted. And it allows every other site."""
     for name in ("_check_host", "_check_origin", "_check_type"):
         setattr(door, name, lambda *_: None)
-    auth.Guard.identify = lambda self, scope: auth.Caller(self.access().tenant(DEFAULT_TENANT), ANYBODY)
+    auth.Guard.identify = lambda self, scope, text=None: auth.Caller(
+        self.access().tenant(DEFAULT_TENANT), ANYBODY
+    )
     made = app.create_app()
 
     @made.after_request

@@ -41,7 +41,7 @@ class _Anybody(Guard):
         scopes = frozenset((Scope.SUBMIT, Scope.READ))
         self._key = ApiKey(id=NOBODY, tenant=compat.tenant, scopes=scopes, digest="", created_at=0.0)
 
-    def identify(self, scope: Scope) -> Caller:
+    def identify(self, scope: Scope, text: str | None = None) -> Caller:
         if not self._key.may(scope) and not (self._compat.servers and request.endpoint in SERVERS):
             detail = f"{request.path} is closed at this port; `rollout backends add SERVER` needs a key"
             raise ApiProblem(403, "Not permitted", detail)
