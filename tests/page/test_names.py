@@ -63,3 +63,11 @@ def test_a_batch_and_a_view_may_be_called_so_too(open_view, world):
     for name in ("constructor", "__proto__", "toString/x"):
         page.goto(f"{world.url}/#/{name}")
         expect(page.get_by_role("heading", name="No such view")).to_be_visible()
+
+
+def test_a_name_that_runs_the_other_way_turns_nothing_beside_it(open_view):
+    page = open_view("rollouts/hostile")
+    inline = page.get_by_role("main").locator(":is(a, b, code, span)")
+    expect(inline.first).to_be_visible()
+    styles = inline.evaluate_all("(all) => all.map((one) => getComputedStyle(one).unicodeBidi)")
+    assert styles and set(styles) <= {"isolate", "isolate-override", "plaintext"}
