@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from playwright.sync_api import Page
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "img"
-SIZE = {"width": 1280, "height": 800}
+SIZE = {"width": 1180, "height": 680}
+LOW = 590
+"""Of a strip of tokens, which has more on each line than others."""
 SLOTS = 8
 """Of each stage: fewer than there are rollouts, so that some wait."""
 STEP_MS = 8.0
@@ -46,7 +48,7 @@ DARK = ("page-tokens",)
 """Those of which there is a dark one, too."""
 WATCHED_S = 25.0
 """For which the overview is open before its picture is taken: it draws what it has heard."""
-MOST_BYTES = 150_000
+MOST_BYTES = 100_000
 
 
 def look(said: str) -> Action:
@@ -159,6 +161,7 @@ def pictures(url: str, mended: Rollout, crossing: str) -> None:
                 for name, route in views.items():
                     if scheme == "dark" and name not in DARK:
                         continue
+                    page.set_viewport_size(SIZE | {"height": LOW if "tokens" in name else SIZE["height"]})
                     page.goto(f"{url}/#/{route}")
                     page.get_by_role("heading", level=1).wait_for()
                     page.wait_for_timeout(WATCHED_S * 1000 if route == "overview" else 3000)
