@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 IMAGES = Path(__file__).resolve().parents[1] / "docs" / "img"
 SIZE = {"width": 1180, "height": 680}
-LOW = 590
-"""Of a strip of tokens, which has more on each line than others."""
+SIZES = {"page-overview": {"width": 1280, "height": 740}, "page-tokens": {"width": 1180, "height": 590}}
+"""The overview needs its width, and a strip of tokens has much on each line."""
 SLOTS = 8
 """Of each stage: fewer than there are rollouts, so that some wait."""
 STEP_MS = 8.0
@@ -137,6 +137,7 @@ def populate(world: PageWorld) -> tuple[Rollout, str]:
 
 def shoot(page: Page, name: str, scheme: str) -> None:
     """Take a picture of what the page shows; of the dark one the name says so."""
+    page.evaluate("scrollTo(0, location.hash.includes('tokens') ? 999 : 0)")  # below: what one is
     path = IMAGES / f"{name}{'-dark' if scheme == 'dark' else ''}.png"
     page.screenshot(path=path)
     size = path.stat().st_size
@@ -161,7 +162,7 @@ def pictures(url: str, mended: Rollout, crossing: str) -> None:
                 for name, route in views.items():
                     if scheme == "dark" and name not in DARK:
                         continue
-                    page.set_viewport_size(SIZE | {"height": LOW if "tokens" in name else SIZE["height"]})
+                    page.set_viewport_size(SIZES.get(name, SIZE))
                     page.goto(f"{url}/#/{route}")
                     page.get_by_role("heading", level=1).wait_for()
                     page.wait_for_timeout(WATCHED_S * 1000 if route == "overview" else 3000)
