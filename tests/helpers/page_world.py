@@ -155,7 +155,8 @@ def _run(world: PageWorld) -> None:
     *world.group, _ = world.client.run(requests, timeout=240)
     assert all(item.reward is not None for item in world.group), [item.error for item in world.group]
     draws = [RolloutRequest(handler="lottery", task={"rewards": r}) for r in ([0.0, 0.0], [0.0, 1.0])]
-    batch = BatchRequest(id="draws", prompts=draws, n=2, groups=1, oversample=2.0)
+    # One after the other, so that the first is filtered before the second is kept.
+    batch = BatchRequest(id="draws", prompts=draws, n=2, groups=1, max_in_flight=2)
     world.client.batches.create(batch)
     with Client(world.url, api_key=world.other_key) as other:
         other.run([RolloutRequest(id="theirs", handler="chatty", tags=["secret-of-other"])])
