@@ -318,6 +318,8 @@ class Rollout(BaseModel):
     """Its place in the order of completion, for good: the cursor after it. None until it has ended."""
     acknowledged_at: float | None = None
     deadline_at: float
+    lease_until: float | None = None
+    """Until when its worker holds it without another heartbeat (since the epoch); None = nobody holds it."""
     timeline: list[TimelineEvent] = Field(default_factory=list)
     """Its changes of state, the first one first."""
     notes: list[TimelineNote] = Field(default_factory=list)

@@ -77,7 +77,7 @@ def test_the_whole_way_through(store):
     last = claimed(store, Stage.EVAL, rollout_id)
     assert store.finish(last, Finish(State.COMPLETED, {"reward": "0.5"})) == State.COMPLETED
     item = store.get(rollout_id)
-    assert item.reward == 0.5 and item.finished_at is not None
+    assert item.reward == 0.5 and item.finished_at is not None and item.lease_until is None
     assert [event.fence for event in item.timeline] == [0, 1, 1, 2, 2, 3, 3]
     assert store.counts() == {**{state.value: 0 for state in State}, "completed": 1}
     assert store.claim(rollout_id, 1, Stage.EVAL, "w") == "ended"
@@ -206,7 +206,7 @@ def test_a_heartbeat_keeps_a_rollout_for_a_lease_from_then_and_no_longer(client,
         pass_time(client, rollout_id, 20)
         assert store.heartbeat([(rollout_id, claim.fence)]) == ["ok"]
         lease = float(client.hget(keys.record(rollout_id), "lease"))
-        assert lease == client.zscore(keys.DUE, rollout_id)
+        assert lease == client.zscore(keys.DUE, rollout_id) == store.get(rollout_id).lease_until * 1000
         assert lease / 1000 - client.time()[0] == pytest.approx(30, abs=2)
         assert store.overdue() == []
     assert store.get(rollout_id).attempt == 1, "60 s with a lease of 30"

@@ -325,6 +325,7 @@ def rollout_of(
             "updated_at": _seconds(record["updated"]),
             "finished_at": _seconds(record.get("finished")),
             "deadline_at": _seconds(record["deadline"]),
+            "lease_until": _seconds(record.get("lease")) if record.get("owner", "-") != "-" else None,
             "timeline": timeline,
             "notes": notes,
         }

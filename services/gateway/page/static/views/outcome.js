@@ -131,7 +131,9 @@ export function Attempts({ rollout }) {
         <span class="quiet">${attempt.fences.length ? `${attempt.fences.length > 1 ? "fences" : "fence"} ${attempt.fences.join(", ")}`
           : "not claimed"} · ${attempt.to ? span(attempt.to - attempt.from) : "under way"}${attempt.owners.length > 0
             && ` · ${attempt.owners.join(", ")}`}</span></summary>
-      <p class="attempt-end">${attempt.end ? html`Ended: <b>${attempt.end}</b>` : "Under way."}</p>
+      <p class="attempt-end">${attempt.end ? html`Ended: <b>${attempt.end}</b>` : "Under way."}${!attempt.end && rollout.lease_until
+        && ` Its worker had a lease until ${new Date(rollout.lease_until * 1000).toLocaleTimeString()} when this was read, and each
+        heartbeat makes it longer; should it run out, another worker goes on.`}</p>
       <div class="table-frame" tabindex="0" role="group" aria-label=${`what happened in attempt ${attempt.number}`}><table class="list log">
         <thead><tr><th scope="col" class="right num">after</th><th scope="col" class="right num">fence</th><th scope="col">what</th><th
           scope="col">by</th></tr></thead>
