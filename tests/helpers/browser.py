@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -44,9 +46,11 @@ def chromium(*flags: str) -> Iterator[Browser]:
         raise RuntimeError(reason)
     from playwright.sync_api import sync_playwright
 
-    with sync_playwright() as playwright:
+    with sync_playwright() as playwright, tempfile.TemporaryDirectory(prefix="chromium-") as home:
         program = shutil.which("chromium")
-        browser = playwright.chromium.launch(executable_path=program, args=[*FLAGS, *flags])
+        # What it writes beside its profile, such as reports of crashes, is nobody's to find.
+        env = {**os.environ, "HOME": home, "XDG_CONFIG_HOME": home, "XDG_CACHE_HOME": home}
+        browser = playwright.chromium.launch(executable_path=program, args=[*FLAGS, *flags], env=env)
         try:
             yield browser
         finally:

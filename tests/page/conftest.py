@@ -20,7 +20,8 @@ EXPECTED_MS = 10_000.0
 """For what is to be seen, also beside other tests."""
 
 
-@pytest.fixture(scope="session")
+# Of this package: while Playwright drives, its loop runs in this thread, where other tests run their own.
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
     if reason := browser_missing():
         pytest.skip(reason)
