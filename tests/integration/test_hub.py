@@ -106,7 +106,7 @@ def test_whoever_reads_slowly_is_told_to_begin_anew_and_holds_little(gate, clien
     told = reader.until("turns")
     assert [(piece["chain"], piece["place"]) for piece in told["pieces"]] == [(0, 1)]
     for number in range(MOST_PIECES + 1):
-        for one in gate.live._of("plain"):
+        for one in gate.live._of(gate.its["plain"]):
             one.add("turns", b"event: turns\ndata: {}\n\n", gate.live._watched["plain"].refetch)
         for end in (2 * number, 2 * number + 1):
             gate.live._hear(

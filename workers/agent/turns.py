@@ -148,16 +148,20 @@ class TurnLog:
 
     def add_begun(self, ids: list[int], messages: Sequence[Message], **first: str) -> None:
         """A chain begins; see `Begun`."""
-        self.add(Begun(pack_ids(ids), to_json(messages), **first))
+        if self._write is not None:
+            self.add(Begun(pack_ids(ids), to_json(messages), **first))
 
     def add_sampled(self, completion: Completion, turn: ParsedTurn, call: Any, backend: str) -> None:
         """A model call was answered; see `Sampled`."""
-        spent_s = round(self.spent_before_s + time.monotonic() - self._began, 3)
-        more = {"spent_s": spent_s, "backend": backend, "call": call}
-        self.add(Sampled.of(completion, turn.message, turn.places, **more))
+        if self._write is not None:
+            spent_s = round(self.spent_before_s + time.monotonic() - self._began, 3)
+            more = {"spent_s": spent_s, "backend": backend, "call": call}
+            self.add(Sampled.of(completion, turn.message, turn.places, **more))
 
     def add_appended(self, ids: list[int], messages: Sequence[Message], cut: bool) -> None:
         """Messages were appended. Texts of tools that are in them are not kept twice."""
+        if self._write is None:
+            return
         answers = [entry for entry in self._new if isinstance(entry, Answered)]
         if not cut and [entry.text for entry in answers] == [message.text for message in messages]:
             for entry in answers:
