@@ -7,7 +7,6 @@ with the one whose turns it has said so far. And the handler of such rollouts.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -15,8 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from rollout.trajectory import Message
-from tests.helpers.llm_servers import DEMO_MODEL
-from workers.agent.codec import load_codec
+from tests.helpers.policy_script import plan_of
 from workers.agent.replay import Action, Call, encode
 from workers.agent.tools import ExecuteBash, Finish, Think
 from workers.handlers.base import AgentHandler, EvalContext, InitContext, Reward
@@ -112,17 +110,12 @@ def write_plan(directory: Path, name: str, *variants: list[Action]) -> str:
 
 def play(prompt: list[int], call_number: int) -> list[int]:
     """All ids of the turn that is due, its stop id included; behind the last action an empty turn."""
-    codec = load_codec(str(DEMO_MODEL))
-    text = codec._guard.decode(prompt)
-    named = _NAME.search(text)
-    if named is None:
-        raise ValueError(f"the prompt names no plan: {text[-200:]!r}")
-    data = json.loads((Path(os.environ[VARIABLE]) / f"{named[1]}.json").read_text())
+    codec, text, name, data = plan_of(prompt, _NAME, VARIABLE)
     variants = [[Action.model_validate(action) for action in variant] for variant in data]
     *said, _ = text.split(_TURN)[1:] or [""]
     if not said:
-        _begun[named[1]] += 1
-        fitting = [variants[(_begun[named[1]] - 1) % len(variants)]]
+        _begun[name] += 1
+        fitting = [variants[(_begun[name] - 1) % len(variants)]]
     else:
         fitting = [variant for variant in variants if _begins(variant, said)]
     actions = fitting[0] if fitting else []

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 
 from tests.helpers.llm_servers import DEMO_MODEL
-from workers.agent.codec import load_codec
+from workers.agent.codec import Codec, load_codec
 from workers.agent.replay import Action, encode
 
 VARIABLE = "TEST_PLANS"
@@ -34,14 +34,20 @@ class Plans:
         return f"plan:{name}"
 
 
-def play(prompt: list[int], call_number: int) -> list[int]:
-    """All ids of the turn that is due, its stop id included; behind the last action an empty turn."""
+def plan_of(prompt: list[int], name: re.Pattern[str], variable: str) -> tuple[Codec, str, str, list]:
+    """Codec and text of a prompt, the name in it, and what the variable's directory has under that name."""
     codec = load_codec(str(DEMO_MODEL))
-    text = codec._guard.decode(prompt)
-    named = _NAME.search(text)
+    text = codec.tokenizer.decode(prompt)
+    named = name.search(text)
     if named is None:
         raise ValueError(f"the prompt names no plan: {text[-200:]!r}")
-    path = Path(os.environ[VARIABLE]) / f"{named[1]}.json"
-    actions = [Action.model_validate(data) for data in json.loads(path.read_text())]
+    data = json.loads((Path(os.environ[variable]) / f"{named[1]}.json").read_text())
+    return codec, text, named[1], data
+
+
+def play(prompt: list[int], call_number: int) -> list[int]:
+    """All ids of the turn that is due, its stop id included; behind the last action an empty turn."""
+    codec, text, _, data = plan_of(prompt, _NAME, VARIABLE)
+    actions = [Action.model_validate(action) for action in data]
     turn = text.count(_TURN) - 1
     return encode(actions[turn] if turn < len(actions) else Action(), codec, prompt)
