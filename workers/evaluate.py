@@ -31,13 +31,8 @@ async def evaluate(run: StageRun) -> Finish:
     reason = FinishReason(claim.finish_reason) if claim.finish_reason else None
     trajectory = _trajectory(claim)
     before = dict(trajectory.artifacts), len(trajectory.warnings)
-    ctx = run.context(
-        EvalContext,
-        metrics=claim.metrics,
-        artifacts=trajectory.artifacts,
-        trajectory=trajectory,
-        finish_reason=reason,
-    )
+    left = {"artifacts": trajectory.artifacts, "trajectory": trajectory, "finish_reason": reason}
+    ctx = run.context(EvalContext, metrics=claim.metrics, **left)
     limit = claim.request.limits.eval_timeout_s
     try:
         async with time_limit(limit, StageTimeout, f"EVAL took longer than eval_timeout_s = {limit:g}"):

@@ -121,6 +121,16 @@ def test_only_turns_without_any_sound_call_count_as_malformed_in_a_row(say):
     assert "malformed" in agent.trajectory.unread[0].text
 
 
+def test_the_tools_of_a_task_take_the_place_of_the_handlers_for_this_rollout(say):
+    class Peek(Look):
+        name = "peek"
+
+    router = ScriptedRouter([say(call("7")), say(call("8").replace("look", "peek")), say("done")])
+    agent = loop(router)
+    assert asyncio.run(agent.run(ASKED, tools=[Peek()])) == "stop"
+    assert texts(agent.trajectory) == ["Error: no tool 'look'; there are: peek", "8"]
+
+
 def test_the_same_calls_with_the_same_answers_end_the_rollout_after_so_many_in_a_row(say):
     turns = [call("7"), call("7"), call("8"), *[call("7") + call("9")] * 3, "never"]
     router, agent = played(

@@ -50,17 +50,21 @@ class AgentLoop:
         self._router = router
         self._log = log or TurnLog()
         self.trajectory.calls = self._log.calls.records
-        self._tools = by_name(tools)
-        self._advertised = [tool.spec() for tool in tools] if advertise_tools else []
+        self._advertises = advertise_tools
+        self._offer(tools)
         self._malformed_in_row = self._repeated = 0
         self._last_action: object = None
 
     async def run(
-        self, messages: list[Message], sandbox: SandboxClient | None = None, compact: Compact | None = None
+        self,
+        messages: list[Message],
+        sandbox: SandboxClient | None = None,
+        compact: Compact | None = None,
+        tools: Sequence[Tool] | None = None,
     ) -> FinishReason:
-        """Turns from the given messages to the end; answers why it ended."""
+        """Turns from the given messages to the end; answers why it ended. `tools`: as `start` has them."""
         limits = self._request.limits
-        await self.start(messages)
+        await self.start(messages, tools)
         for number in range(1, limits.max_turns + 1):
             if self.budget <= 0 and (ended := await self._exhausted(compact)):
                 return ended
@@ -99,13 +103,16 @@ class AgentLoop:
         self.trajectory.warnings += logprob_warnings(self._request.sampling, backend.logprobs_mode)
         return backend
 
-    async def start(self, messages: list[Message]) -> None:
-        """Take a backend and render the prompt.
+    async def start(self, messages: list[Message], tools: Sequence[Tool] | None = None) -> None:
+        """Take a backend and render the prompt. `tools`: of this task; None = the handler's.
 
         Raises:
             InfrastructureError: There is no backend, or it cannot go on with what a former one began.
             CodecError: Its model's tokenizer or chat format cannot be used, or not with these tools.
+            ValueError: Two tools have one name.
         """
+        if tools is not None:
+            self._offer(tools)
         backend = await self._router.acquire()
         before = self._log.take(Begun)
         if before is not None:
@@ -138,6 +145,10 @@ class AgentLoop:
         self._router.accepts = self._takeover_obstacle
         self._buffer = TokenBuffer(self._codec, trajectory)
         self._buffer.start(messages, ids)
+
+    def _offer(self, tools: Sequence[Tool]) -> None:
+        self._tools = by_name(tools)
+        self._advertised = [tool.spec() for tool in tools] if self._advertises else []
 
     async def _takeover_obstacle(self, backend: Backend) -> str | None:
         return await asyncio.to_thread(takeover_obstacle, self._backend, backend)
@@ -225,15 +236,13 @@ class AgentLoop:
         if tool is None:
             known = ", ".join(dict.fromkeys(tool.name for tool in self._tools.values())) or "none"
             return Observation(f"Error: no tool {attempt.name!r}; there are: {known}")
-        context = ToolContext(sandbox, self._request.limits.tool_timeout_s, attempt.id)
-        return await tool(attempt.arguments, context)
+        timeout_s = self._request.limits.tool_timeout_s
+        return await tool(attempt.arguments, ToolContext(sandbox, timeout_s, attempt.id))
 
     def _repeats(self, turn: ParsedTurn, observations: list[Observation]) -> bool:
         """Whether the agent is stuck: the same calls and the same answers, too often in a row."""
-        calls = [
-            (call.name, call.arguments) if isinstance(call, ToolCall) else call for call in turn.attempts
-        ]
-        action = (calls, [observation.text for observation in observations])
+        calls = [(call.name, call.arguments) for call in turn.message.tool_calls]
+        action = (calls, turn.places, [observation.text for observation in observations])
         self._repeated = self._repeated + 1 if action == self._last_action else 1
         self._last_action = action
         most = self._request.limits.max_repeated_actions
@@ -291,7 +300,7 @@ class AgentLoop:
 
     async def _exhausted(self, compact: Compact | None) -> FinishReason | None:
         """Why a rollout ends that may not sample any more; None: it goes on in a new chain."""
-        _, reason = self._room()
+        reason = self._room()[1]
         if compact and reason is FinishReason.CONTEXT_LENGTH and await self._start_over(compact):
             return None
         return reason
@@ -328,9 +337,8 @@ class AgentLoop:
     @property
     def budget(self) -> int:
         """Ids the next call may sample. Computed here: engines clip or refuse, each in its way."""
-        room, _ = self._room()
-        per_call = self._request.sampling.max_tokens
-        return min(room, per_call) if per_call is not None else room
+        room = self._room()[0]
+        return min(room, self._request.sampling.max_tokens or room)
 
     def _room(self) -> tuple[int, FinishReason]:
         """Ids that may be sampled before the rollout ends, and the reason for which it then does."""

@@ -69,10 +69,8 @@ class Tool(ABC):
         """The tool as chat templates take it (function-calling form)."""
         schema = self.Args.model_json_schema()
         schema.pop("title", None)
-        return {
-            "type": "function",
-            "function": {"name": self.name, "description": self.description, "parameters": schema},
-        }
+        function = {"name": self.name, "description": self.description, "parameters": schema}
+        return {"type": "function", "function": function}
 
 
 def by_name(tools: Iterable[Tool]) -> dict[str, Tool]:
