@@ -1,7 +1,7 @@
 """`Environment`: a world that answers each turn, and the handler that plays a rollout in one.
 
-A reward is only ever what the environment gave: one that fails, hangs, or answers with what is no reward raises,
-and its sample is dropped. It lives in RUN alone, and what it gave goes to EVAL among the rollout's numbers.
+A reward is only ever what the environment gave: one that fails, hangs or answers with what is none raises, and
+its sample is dropped. It lives in RUN alone, and what it gave goes to EVAL among the rollout's numbers.
 """
 
 from __future__ import annotations
@@ -87,11 +87,12 @@ class Environment(ABC):
         """Answer a turn of the model."""
 
     async def score(self, trajectory: Trajectory) -> float | None:
-        """The reward of an episode that is over, whoever ended it. None (the default): the sum of the steps'."""
+        """The reward, whoever ended the episode. None (the default): the sum of the steps'."""
         return None
 
+    @abstractmethod
     async def close(self) -> None:
-        """End all that the episode holds; also called when `reset` failed, and where the rollout is cancelled."""
+        """End all that the episode holds; also called where `reset` failed or the rollout is cancelled."""
 
 
 class ToolEnvironment(Environment):
@@ -192,14 +193,14 @@ class EnvironmentTask(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     seed: int | None = Field(default=None, ge=0, lt=1 << 31)
-    """Of the episode; None = one of the request's own seed, or of the group: all of a group meet the same world."""
+    """Of the episode; None = made of the request's seed, or else of the group: all of one meet one world."""
 
 
 TaskT = TypeVar("TaskT", bound=EnvironmentTask)
 
 
 class EnvironmentHandler(AgentHandler[TaskT]):
-    """Plays a rollout in an environment. A kind of environment is a subclass with `name`, `Task` and `make`."""
+    """Plays a rollout in an environment. A kind of them is a subclass with `name`, `Task` and `make`."""
 
     repeatable = (Stage.INIT, Stage.EVAL)
     """A lost worker's world is lost with it: RUN begins another attempt."""
