@@ -236,6 +236,28 @@ class Settings(BaseModel):
         2048, ge=128, description="Address space that one of them may use, in MiB; beyond it the call fails."
     )
     scorer_calls: int = Field(1000, ge=1, description="Calls after which one of them is replaced.")
+    environments: int = Field(
+        32,
+        ge=1,
+        description="Most processes of [environments](environments.md) in use by a worker at once.",
+    )
+    environment_memory_mb: int = Field(
+        4096, ge=128, description="Address space that each process of one may use, in MiB."
+    )
+    environment_network: str = Field(
+        "", description="Kinds of them, separated by commas, whose processes keep the machine's network."
+    )
+    environment_servers: str = Field(
+        "",
+        description="Servers of environments that tasks may name, as `name=url`, separated by commas.",
+    )
+    simulator_url: str = Field(
+        "",
+        pattern=r"^(https?://\S+)?$",
+        description="Endpoint of the OpenAI form (`http://host:8000/v1`) that plays users and opponents.",
+    )
+    simulator_model: str = Field("", description="Model that it is asked for.")
+    simulator_key_file: str = Field("", description="File with its key; none = it needs none.")
     search_tool: str = Field(
         "",
         description="Search that `stem_tools` offers: a name in `rollout.search_tools`, or `module:Class`.",

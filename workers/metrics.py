@@ -14,6 +14,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from rollout.schema import Stage
 from services.settings import Settings
+from workers.handlers.environments import metrics as environments
 from workers.held import Held
 from workers.scoring import metrics as scoring
 
@@ -49,7 +50,7 @@ class WorkerMetrics:
             buckets=LAG_BUCKETS_S,
             registry=self.registry,
         )
-        for metric in (*scoring.ALL, CHORE_FAILURES):
+        for metric in (*scoring.ALL, *environments.ALL, CHORE_FAILURES):
             self.registry.register(metric)
         ProcessCollector(registry=self.registry)
         self.registry.register(self)

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from workers.scoring import wire
-from workers.scoring.isolation import isolate
+from workers.scoring.isolation import die_with, isolate
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 MAX_TRACEBACK = 4000
 """Characters of a traceback that are sent; the end says what happened."""
 CPU_SLACK_S = 60
@@ -30,15 +30,8 @@ OOM_SCORE = "500"
 """The kernel, out of memory, shall take a scorer before its worker."""
 
 
-def _die_with(parent: int) -> None:
-    """Be killed when the worker ends, however it ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
-
-
 def _prepare(channel: socket.socket, parent: int, memory_mb: int) -> None:
-    _die_with(parent)
+    die_with(parent)
     # What a function starts and forgets comes back to this process, which then says so.
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -53,7 +46,7 @@ def _prepare(channel: socket.socket, parent: int, memory_mb: int) -> None:
     def forked() -> None:
         # A fork must neither answer in our name nor outlive us.
         channel.close()
-        _die_with(os.getppid())
+        die_with(os.getppid())
 
     os.register_at_fork(after_in_child=forked)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from prometheus_client import Gauge
 
 from sandbox import processes
 from workers.errors import HandlerError, InfrastructureError
@@ -85,7 +86,7 @@ def _environment() -> dict[str, str]:
 _warned = False
 
 
-def _warn_of(missing: str | None) -> None:
+def warn_of(missing: str | None) -> None:
     """Say once, loudly, that scorers are less apart from the machine than they should be."""
     global _warned
     if missing and not _warned:
@@ -93,28 +94,23 @@ def _warn_of(missing: str | None) -> None:
         log.warning(f"SCORERS SEE THE MACHINE'S NETWORK AND PROCESSES: {missing}")
 
 
-class Scorer:
-    """A living scorer process. One call at a time."""
+class Child:
+    """A process for code that is not trusted: started, listened to, killed with all that it started."""
 
-    def __init__(self, memory_mb: int) -> None:
-        """Start it.
+    noun = "child"
+    crashed: type[InfrastructureError] = InfrastructureError
+    living: Gauge | None = None
+
+    def __init__(self, program: list[str], *words: str, env: dict[str, str], cwd: str | None = None) -> None:
+        """Start it; behind `program` it is told its end of the channel, our pid, and `words`.
 
         Raises:
-            ScorerCrashed: The machine starts no process.
+            InfrastructureError: The machine starts no process (`crashed`).
         """
-        self.calls = 0
-        self.rss = 0
-        """Resident bytes after the last call."""
-        self.left_children = False
-        """Whether the last function left processes behind."""
-        self.modules: set[str] = set()
-        """What it has imported: a call of these starts at once."""
-        self._memory_mb = memory_mb
         self._lock = threading.Lock()
         self._killed = False
         self._channel, far_end = socket.socketpair()
-        argv = [sys.executable, "-m", "workers.scoring.child"]
-        argv += [str(far_end.fileno()), str(os.getpid()), str(memory_mb)]
+        argv = [*program, str(far_end.fileno()), str(os.getpid()), *words]
         try:
             # No preexec_fn: without one Python uses vfork, which neither copies the worker's page tables nor
             # runs code between the locks of its threads. The child sets its own limits.
@@ -123,20 +119,26 @@ class Scorer:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=_environment(),
+                env=env,
+                cwd=cwd,
                 pass_fds=[far_end.fileno()],
                 start_new_session=True,
             )
         except OSError as error:
             self._channel.close()
-            raise ScorerCrashed(f"no scorer process could be started: {error}") from error
+            raise self.crashed(f"no {self.noun} process could be started: {error}") from error
         finally:
             far_end.close()
         self.pid = self._popen.pid
-        metrics.PROCESSES.inc()
-        self._tail, self._room, self._context = "", OUTPUT_PER_CALL, contextvars.Context()
+        if self.living is not None:
+            self.living.inc()
+        self.listen(contextvars.Context())
         self._ended, self._group_killed = threading.Event(), threading.Event()
-        threading.Thread(target=self._listen, name=f"scorer-{self.pid}", daemon=True).start()
+        threading.Thread(target=self._listen, name=f"{self.noun}-{self.pid}", daemon=True).start()
+
+    def listen(self, context: contextvars.Context) -> None:
+        """From now on what it prints belongs to the one whose log lines this context makes."""
+        self._tail, self._room, self._context = "", OUTPUT_PER_CALL, context
 
     def _listen(self) -> None:
         """Read what it prints, into the log up to a limit; once `kill` is through, collect the process.
@@ -149,7 +151,7 @@ class Scorer:
                 text = part.decode(errors="replace")
                 self._tail = (self._tail + text)[-TAIL:]
                 if shown := text[: self._room].rstrip("\n"):
-                    self._context.run(log.info, "scorer prints", scorer_pid=self.pid, output=shown)
+                    self._context.run(log.info, f"{self.noun} prints", pid=self.pid, output=shown)
                 self._room = max(0, self._room - len(text))
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         self._ended.set()
@@ -171,6 +173,66 @@ class Scorer:
             return None
         return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
 
+    def obituary(self) -> str:
+        """How it died, with the last of what it printed."""
+        self._ended.wait(DEATH_PATIENCE_S)
+        code = self._status()
+        if code is None:
+            how = "closed its connection"
+        elif code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        else:
+            how = f"exited with {code}"
+        printed = self._tail.strip()
+        return f"the {self.noun} process {how}" + (f"; it last printed:\n{printed}" if printed else "")
+
+    def kill(self) -> None:
+        """End the process and all it started; at once, and also when it is dead already."""
+        with self._lock:
+            if self._killed:
+                return
+            self._killed = True
+        if self.living is not None:
+            self.living.dec()
+        # Stopped first, it can start no more while its descendants are looked for; some may have left the
+        # group for a session of their own.
+        processes.send([self.pid], signal.SIGSTOP)
+        processes.send(processes.descendants(self.pid))
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._group_killed.set()
+        with suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)  # wakes who waits for an answer
+
+    def end(self) -> None:
+        """Kill it, where no call of it is under way."""
+        self.kill()
+        self._channel.close()
+
+
+class Scorer(Child):
+    """A living scorer process. One call at a time."""
+
+    noun = "scorer"
+    crashed = ScorerCrashed
+    living = metrics.PROCESSES
+
+    def __init__(self, memory_mb: int) -> None:
+        """Start it.
+
+        Raises:
+            ScorerCrashed: The machine starts no process.
+        """
+        self.calls = 0
+        self.rss = 0
+        """Resident bytes after the last call."""
+        self.left_children = False
+        """Whether the last function left processes behind."""
+        self.modules: set[str] = set()
+        """What it has imported: a call of these starts at once."""
+        self._memory_mb = memory_mb
+        super().__init__([sys.executable, "-m", "workers.scoring.child"], str(memory_mb), env=_environment())
+
     def call(
         self, function: str, payload: Any, timeout_s: float, context: contextvars.Context | None = None
     ) -> Any:
@@ -188,7 +250,7 @@ class Scorer:
         except (TypeError, ValueError, RecursionError) as error:
             raise ScorerError(f"{function}: the payload is no JSON: {error}") from error
         self.calls += 1
-        self._tail, self._room, self._context = "", OUTPUT_PER_CALL, context or contextvars.Context()
+        self.listen(context or contextvars.Context())
         begun = False
         try:
             self._channel.settimeout(LOAD_PATIENCE_S)
@@ -196,7 +258,7 @@ class Scorer:
             reply = wire.receive(self._channel, LOAD_PATIENCE_S)
             if "loaded" in reply:
                 begun = True
-                _warn_of(reply["loaded"])
+                warn_of(reply["loaded"])
                 with metrics.SECONDS.labels(function).time():
                     reply = wire.receive(self._channel, timeout_s)
         except TimeoutError as error:
@@ -208,7 +270,7 @@ class Scorer:
                 raise ScorerCrashed("the scorers were closed during the call") from error
             if not begun and self.calls > 1:
                 raise ScorerLost from error
-            raise ScorerCrashed(self._obituary()) from error
+            raise ScorerCrashed(self.obituary()) from error
         self.rss, self.left_children = reply["rss"], reply["children"]
         if reply.get("memory"):
             raise ScorerOutOfMemory(
@@ -218,38 +280,3 @@ class Scorer:
             raise ScorerError(f"{function} failed: {reply['error']}\n{reply['traceback']}")
         self.modules.add(function.partition(":")[0])
         return reply["result"]
-
-    def _obituary(self) -> str:
-        """How it died, with the last of what it printed."""
-        self._ended.wait(DEATH_PATIENCE_S)
-        code = self._status()
-        if code is None:
-            how = "closed its connection"
-        elif code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-        else:
-            how = f"exited with {code}"
-        printed = self._tail.strip()
-        return f"a scorer process {how}" + (f"; it last printed:\n{printed}" if printed else "")
-
-    def kill(self) -> None:
-        """End the process and all it started; at once, and also when it is dead already."""
-        with self._lock:
-            if self._killed:
-                return
-            self._killed = True
-        metrics.PROCESSES.dec()
-        # Stopped first, it can start no more while its descendants are looked for; some may have left the
-        # group for a session of their own.
-        processes.send([self.pid], signal.SIGSTOP)
-        processes.send(processes.descendants(self.pid))
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._group_killed.set()
-        with suppress(OSError):
-            self._channel.shutdown(socket.SHUT_RDWR)  # wakes who waits for an answer
-
-    def end(self) -> None:
-        """Kill it, where no call of it is under way."""
-        self.kill()
-        self._channel.close()

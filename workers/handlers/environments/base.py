@@ -1,7 +1,7 @@
 """`Environment`: a world that answers each turn, and the handler that plays a rollout in one.
 
-A reward is only ever what the environment gave: one that fails, hangs or answers with what is none raises, and
-its sample is dropped. It lives in RUN alone, and what it gave goes to EVAL among the rollout's numbers.
+A reward is only ever what the environment gave: one that fails, hangs or answers with what is none raises,
+and its sample is dropped. It lives in RUN alone, and what it gave goes to EVAL among the rollout's numbers.
 """
 
 from __future__ import annotations

@@ -1,0 +1,299 @@
+"""Environments of foreign packages, each in a process of the Python that its package is installed for.
+
+The process has no network, sees no other process, and of the worker's environment gets next to nothing; what
+it starts ends with it. What it prints goes to the log. What it answers is checked data of bounded size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import json
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rollout.trajectory import Message, Trajectory
+from sandbox import paths
+from services.settings import settings
+from workers import scoring
+from workers.agent.parsing import Malformed, ParsedTurn
+from workers.errors import HandlerError
+from workers.handlers.base import RunContext
+from workers.handlers.environments import metrics
+from workers.handlers.environments.base import (
+    Environment,
+    EnvironmentFault,
+    EnvironmentLost,
+    Opening,
+    Step,
+    checked_reward,
+)
+from workers.handlers.environments.simulator import ask_simulator
+from workers.scoring import wire
+from workers.scoring.process import Child, warn_of
+
+INSIDE = Path(__file__).parent / "inside"
+START_S = 120.0
+"""For a process to start and import its package."""
+LEAST_RESET_S = 120.0
+"""For the beginning and the score of an episode, which may read whole data sets."""
+MAX_ANSWER_BYTES = 16 << 20
+MAX_EPISODES = 100
+"""Of one process: packages leak."""
+MAX_IDLE = 4
+"""Processes of a kind that are kept for the next episode."""
+_LENGTH = 4
+_PASSED = re.compile(r"PATH|TZ|LANG|LANGUAGE|LC_[A-Z]+|LD_LIBRARY_PATH")
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A foreign package with environments, and the file that speaks with it."""
+
+    name: str
+    """Of the virtual environment below `$ROLLOUT_HOME/environments`, and of the kind."""
+    adapter: Path
+    """A file with a class `Episode`: see `inside/runner.py`."""
+    reusable: bool = True
+    """Whether a process may have one episode after the other."""
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter.
+
+        Raises:
+            HandlerError: It is not installed on this node.
+        """
+        path = paths.rollout_home() / "environments" / self.name / "bin" / "python"
+        if not path.exists():
+            raise HandlerError(
+                f"the environments of {self.name!r} are not installed on this node ({path} is missing): "
+                f"rollout environments install {self.name}"
+            )
+        return path
+
+
+class Runner(Child):
+    """One process with environments of one kind. One call at a time."""
+
+    noun = "environment"
+    crashed = EnvironmentLost
+    living = metrics.PROCESSES
+
+    def __init__(self, kind: Foreign) -> None:
+        """Start it.
+
+        Raises:
+            HandlerError: The package is not installed.
+            EnvironmentLost: The machine starts no process.
+        """
+        self.kind, self.episodes = kind, 0
+        config = settings()
+        self.home = tempfile.mkdtemp(prefix=f"rollout-environment-{kind.name}-")
+        env = {name: value for name, value in os.environ.items() if _PASSED.fullmatch(name)}
+        env |= dict.fromkeys(("HOME", "TMPDIR"), self.home)
+        # The same world of the same seed in every process; thread pools reserve address space by the core.
+        env |= {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+        env |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        program = [str(kind.python), "-s", str(INSIDE / "runner.py")]
+        program += [str(Path(scoring.__file__).parent), str(kind.adapter)]
+        network = "network" if kind.name in config.environment_network.split(",") else "none"
+        super().__init__(program, str(config.environment_memory_mb), network, env=env, cwd=self.home)
+        self._channel.setblocking(False)
+
+    async def ready(self) -> None:
+        """Wait until the package is imported.
+
+        Raises:
+            HandlerError: It cannot be.
+            EnvironmentLost: The process died of it, or takes too long.
+        """
+        hello = await self._exchange(None, START_S, "to start")
+        if "error" in hello:
+            raise HandlerError(
+                f"the environments of {self.kind.name!r} cannot be imported (install them anew: `rollout "
+                f"environments install {self.kind.name}`): {hello['error']}\n{hello['traceback']}"
+            )
+        warn_of(hello.get("result"))
+
+    async def call(self, method: str, timeout_s: float, **arguments: Any) -> Any:
+        """What a method of the episode returns. After any exception the process must be killed.
+
+        Raises:
+            EnvironmentFault: It raised, or answered with what cannot be read.
+            EnvironmentLost: It hangs, died, or ran out of memory.
+            StageError: What it asked for failed.
+        """
+        self.listen(contextvars.copy_context())
+        what = f"{self.kind.name}.{method}"
+        async with asyncio.timeout(timeout_s * 2):  # what it asks for takes its own time
+            reply = await self._exchange({"method": method, "arguments": arguments}, timeout_s, what)
+            while "ask" in reply:
+                reply = await self._exchange({"answer": await self._asked(reply["ask"])}, timeout_s, what)
+        if reply.get("memory"):
+            limit = f"ROLLOUT_ENVIRONMENT_MEMORY_MB={settings().environment_memory_mb}"
+            raise EnvironmentLost(f"{what} ran out of memory ({limit}): {reply['error']}")
+        if "error" in reply:
+            raise EnvironmentFault(f"{what} failed: {reply['error']}\n{reply.get('traceback')}")
+        return reply.get("result")
+
+    async def _asked(self, payload: Any) -> Any:
+        """Answer what the episode asks of us: the words of the simulator on its messages."""
+        if not isinstance(payload, dict):
+            raise EnvironmentFault(f"{self.kind.name}: the episode asked for {payload!r:.200}")
+        return await ask_simulator(payload.get("messages"))
+
+    async def _exchange(self, message: dict[str, Any] | None, timeout_s: float, what: str) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(timeout_s):
+                if message is not None:
+                    await loop.sock_sendall(self._channel, wire.encode(message))
+                size = int.from_bytes(await self._read(_LENGTH), "big")
+                if size > MAX_ANSWER_BYTES:
+                    raise EnvironmentFault(f"{what}: an answer of {size} bytes; at most {MAX_ANSWER_BYTES}")
+                reply = json.loads(await self._read(size))
+        except TimeoutError as error:
+            raise EnvironmentLost(f"{what} took longer than {timeout_s:g} s and was killed") from error
+        except (EOFError, OSError) as error:
+            raise EnvironmentLost(f"{what}: {await asyncio.to_thread(self.obituary)}") from error
+        except (ValueError, RecursionError) as error:
+            raise EnvironmentFault(f"{what}: no JSON: {error}") from error
+        if not isinstance(reply, dict):
+            raise EnvironmentFault(f"{what}: answered with {reply!r:.200}")
+        return reply
+
+    async def _read(self, count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            part = await asyncio.get_running_loop().sock_recv(self._channel, min(count - len(data), 1 << 20))
+            if not part:
+                raise EOFError
+            data += part
+        return bytes(data)
+
+    def end(self) -> None:
+        """Kill it, and remove what it wrote."""
+        super().end()
+        shutil.rmtree(self.home, ignore_errors=True)
+
+
+_idle: dict[Foreign, list[Runner]] = {}
+_room: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
+
+
+def _places() -> asyncio.Semaphore:
+    """So many processes of this worker may be in use at once."""
+    loop = asyncio.get_running_loop()
+    if loop not in _room:
+        _room.clear()  # a loop has ended, or there was none
+        _room[loop] = asyncio.Semaphore(settings().environments)
+    return _room[loop]
+
+
+def close_idle() -> None:
+    """End the processes that wait for an episode; those of a worker end with it anyway."""
+    for runner in [runner for runners in _idle.values() for runner in runners]:
+        runner.end()
+    _idle.clear()
+
+
+class ProcessEnvironment(Environment):
+    """An episode in a process of a foreign package."""
+
+    def __init__(self, kind: Foreign, ctx: RunContext[Any]) -> None:
+        super().__init__()
+        self._kind, self._step_s = kind, ctx.limits.tool_timeout_s
+        self._runner: Runner | None = None
+        self._places: asyncio.Semaphore | None = None
+        self._fine = False
+
+    async def reset(self, task: Any, seed: int) -> Opening:
+        places = _places()
+        await places.acquire()
+        self._places = places
+        idle = _idle.get(self._kind, [])
+        while idle and self._runner is None:
+            runner = idle.pop()
+            if runner.gone:
+                await asyncio.to_thread(runner.end)
+            else:
+                self._runner = runner
+        if self._runner is None:
+            self._runner = Runner(self._kind)
+            await self._runner.ready()
+        self._runner.episodes += 1
+        opening = await self._call("reset", task=task.model_dump(mode="json"), seed=seed)
+        if not isinstance(opening, dict):
+            raise EnvironmentFault(f"{self._kind.name}.reset answered {opening!r:.200}")
+        return Opening(messages_of(opening.get("messages")), opening.get("tools") or [])
+
+    async def step(self, turn: ParsedTurn) -> Step:
+        calls = [
+            {"malformed": attempt.reason} if isinstance(attempt, Malformed) else attempt.model_dump()
+            for attempt in turn.attempts
+        ]
+        said = await self._call("step", text=turn.message.text, calls=calls)
+        if not isinstance(said, dict) or not isinstance(done := said.get("done", False), bool):
+            raise EnvironmentFault(f"{self._kind.name}.step answered {said!r:.200}")
+        info = said.get("info")
+        return Step(
+            messages_of(said.get("messages")),
+            said.get("reward"),
+            done,
+            info if isinstance(info, dict) else {},
+        )
+
+    async def score(self, trajectory: Trajectory) -> float | None:
+        messages = [message.to_chat() for message in (*trajectory.messages, *trajectory.unread)]
+        said = await self._call("score", messages=messages)
+        if said is None:
+            return None
+        if not isinstance(said, dict) or not isinstance(parts := said.get("parts", {}), dict):
+            raise EnvironmentFault(f"{self._kind.name}.score answered {said!r:.200}")
+        self.parts = {str(name)[:100]: checked_reward(value, name) for name, value in parts.items()}
+        return checked_reward(said.get("reward"), "the episode")
+
+    async def _call(self, method: str, **arguments: Any) -> Any:
+        assert self._runner is not None
+        timeout_s = self._step_s if method == "step" else max(self._step_s, LEAST_RESET_S)
+        self._fine = False
+        with metrics.SECONDS.labels(self._kind.name, method).time():
+            answer = await self._runner.call(method, timeout_s, **arguments)
+        self._fine = True
+        return answer
+
+    async def close(self) -> None:
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            idle = _idle.setdefault(self._kind, [])
+            keep = self._fine and self._kind.reusable and runner.episodes < MAX_EPISODES
+            if keep and len(idle) < MAX_IDLE and not runner.gone:
+                idle.append(runner)
+            else:
+                await asyncio.to_thread(runner.end)
+        if self._places is not None:
+            self._places.release()
+            self._places = None
+
+
+def messages_of(said: Any) -> list[Message]:
+    """Messages as an episode writes them: dicts, or texts of a user.
+
+    Raises:
+        EnvironmentFault: They are none.
+    """
+    try:
+        return [
+            Message.model_validate({"role": "user", "content": one} if isinstance(one, str) else one)
+            for one in said or []
+        ]
+    except (ValidationError, TypeError) as error:
+        raise EnvironmentFault(f"an environment's messages cannot be read: {str(error)[:500]}") from error
