@@ -303,8 +303,8 @@ def test_without_namespaces_scorers_work_and_that_is_said(monkeypatch):
     warnings = []
     monkeypatch.setattr(process, "_warned", False)
     monkeypatch.setattr(process.log, "warning", lambda text, **_: warnings.append(text), raising=False)
-    process._warn_of("this machine gives no user namespace: no")
-    process._warn_of("this machine gives no user namespace: no")
+    process.warn_of("this machine gives no user namespace: no")
+    process.warn_of("this machine gives no user namespace: no")
     assert len(warnings) == 1 and "NETWORK" in warnings[0]
 
 

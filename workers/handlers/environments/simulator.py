@@ -28,7 +28,7 @@ async def ask_simulator(messages: Any) -> str:
     config = settings()
     if not config.simulator_url:
         raise HandlerError(
-            "this environment needs somebody who speaks with the agent: set ROLLOUT_SIMULATOR_URL (an endpoint "
+            "this environment needs somebody to speak with the agent: set ROLLOUT_SIMULATOR_URL (an endpoint "
             "of the OpenAI form, such as http://host:8000/v1) and ROLLOUT_SIMULATOR_MODEL"
         )
     headers = {}

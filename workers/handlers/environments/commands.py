@@ -1,0 +1,109 @@
+"""`rollout environments`: install the packages of environments and list them; of group `rollout.commands`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from sandbox import paths
+
+STAMP = ".rollout-packages.json"
+"""What an environment was made of, written when it is complete."""
+TAIL = 2000
+
+
+def pinned() -> dict[str, list[str]]:
+    """Kind → its packages, each with its version, all that it needs among them."""
+    return json.loads(Path(__file__).with_name("packages.json").read_text(encoding="utf-8"))
+
+
+def place(name: str) -> Path:
+    """Where the virtual environment of a kind is."""
+    return paths.rollout_home() / "environments" / name
+
+
+def installed(name: str) -> bool:
+    """Whether it is there, complete and of the pinned versions."""
+    try:
+        return json.loads((place(name) / STAMP).read_text(encoding="utf-8")) == pinned()[name]
+    except (OSError, ValueError):
+        return False
+
+
+def install(name: str, python: str = sys.executable) -> None:
+    """Make the virtual environment of a kind anew.
+
+    Raises:
+        RuntimeError: What failed, with the end of its output.
+    """
+    target = place(name)
+    shutil.rmtree(target, ignore_errors=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _run([python, "-m", "venv", "--without-pip", str(target)])
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    pip += ["--python", str(target / "bin" / "python"), "install", "--progress-bar", "off", "--no-deps"]
+    _run([*pip, *pinned()[name]])
+    (target / STAMP).write_text(json.dumps(pinned()[name]), encoding="utf-8")
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    if done.returncode:
+        raise RuntimeError(
+            f"{' '.join(command[:4])} … failed:\n{done.stdout.decode(errors='replace')[-TAIL:]}"
+        )
+
+
+@click.group()
+def environments() -> None:
+    """Install the packages of environments that rollouts play in, and list them."""
+
+
+@environments.command("install")
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+@click.option("--python", default=sys.executable, metavar="PROGRAM", help="Python to make it with.")
+def install_(names: tuple[str, ...], python: str) -> None:
+    """Install the environments NAME, each into a virtual environment of its own, with pinned versions.
+
+    What is there already stays as it is. The worker's own packages are not touched.
+    """
+    failed = []
+    for name in names:
+        if name not in pinned():
+            raise click.BadParameter(f"there is no {name}; there are: {', '.join(pinned())}")
+        if installed(name):
+            click.echo(f"{name}: there already")
+            continue
+        begun = time.monotonic()
+        try:
+            install(name, python)
+        except (RuntimeError, OSError) as error:
+            click.echo(f"{name}: FAILED: {error}", err=True)
+            failed.append(name)
+            continue
+        click.echo(f"{name}: installed in {time.monotonic() - begun:.0f} s")
+    if failed:
+        raise click.ClickException(f"could not be installed: {', '.join(failed)}; see above")
+
+
+@environments.command("list")
+@click.option("--json", "as_json", is_flag=True, help="JSON on one line, for scripts.")
+def list_(as_json: bool) -> None:
+    """List the environments that can be installed here, and which are."""
+    rows = [
+        {"name": name, "package": packages[0], "packages": len(packages), "installed": installed(name)}
+        for name, packages in pinned().items()
+    ]
+    if as_json:
+        click.echo(json.dumps({"directory": str(place("")), "environments": rows}))
+        return
+    for row in rows:
+        state = "installed" if row["installed"] else "-"
+        click.echo(f"{row['name']:<12} {row['package']:<22} {state}")
+    click.echo(f"in {place('')}")
