@@ -48,16 +48,20 @@ def install(name: str, python: str = sys.executable) -> None:
     _run([python, "-m", "venv", "--without-pip", str(target)])
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
     pip += ["--python", str(target / "bin" / "python"), "install", "--progress-bar", "off", "--no-deps"]
-    _run([*pip, *pinned()[name]])
+    # Of what they install a part is imported: that alone is compiled, by its first import.
+    _run([*pip, "--no-compile", *pinned()[name]])
+    adapter = Path(__file__).parent / "inside" / f"{name}.py"
+    if adapter.exists():
+        trial = "import runpy, sys; runpy.run_path(sys.argv[1])"
+        _run([str(target / "bin" / "python"), "-I", "-W", "ignore", "-c", trial, str(adapter)])
     (target / STAMP).write_text(json.dumps(pinned()[name]), encoding="utf-8")
 
 
 def _run(command: list[str]) -> None:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     if done.returncode:
-        raise RuntimeError(
-            f"{' '.join(command[:4])} … failed:\n{done.stdout.decode(errors='replace')[-TAIL:]}"
-        )
+        end = done.stdout.decode(errors="replace")[-TAIL:]
+        raise RuntimeError(f"{' '.join(command[:4])} … failed:\n{end}")
 
 
 @click.group()
