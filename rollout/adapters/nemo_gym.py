@@ -12,7 +12,7 @@ from typing import Any
 from rollout.adapters.base import samples, usable, weightless
 from rollout.schema import Chain, Message, Rollout, Segment, calls_of
 
-_TOKENS = {"prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts"}
+TOKENS = {"prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts"}
 
 
 def run_response(rollout: Rollout, row: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def output_of(rollout: Rollout) -> list[dict[str, Any]]:
     items = output_items(sequences[-1].chain, rollout.id, unread) if sequences else []
     if usable(rollout):
         return items
-    said = [{name: value for name, value in item.items() if name not in _TOKENS} for item in items]
+    said = [{name: value for name, value in item.items() if name not in TOKENS} for item in items]
     return [*said, weightless_item(rollout.id)]
 
 

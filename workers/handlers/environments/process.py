@@ -252,7 +252,7 @@ class ProcessEnvironment(Environment):
         )
 
     async def score(self, trajectory: Trajectory) -> float | None:
-        messages = [message.to_chat() for message in (*trajectory.messages, *trajectory.unread)]
+        messages = [message.to_chat() for message in trajectory.messages]
         said = await self._call("score", messages=messages)
         if said is None:
             return None

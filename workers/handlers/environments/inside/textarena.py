@@ -39,7 +39,7 @@ class Episode:
         if not self._done:
             return {"messages": [shown], "done": False}
         rewards, info = self._env.close()
-        told = (info or {}).get(self._me)
+        told = ((info or {}).get(self._me) or {}).get("reason")
         reward = (rewards or {}).get(self._me)
         return {"messages": [str(told)] if told else [], "reward": reward, "done": True}
 
