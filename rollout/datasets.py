@@ -117,14 +117,15 @@ def load_map(name: str | Path) -> FieldMap:
 
 
 def _yaml(text: str) -> Any:
-    yaml = _import("yaml", "a field map in YAML")
+    yaml = import_of("yaml", "a field map in YAML")
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(f"no YAML: {error}") from None
 
 
-def _import(module: str, what: str) -> Any:
+def import_of(module: str, what: str) -> Any:
+    """A module that the light install does not have. Raises DatasetError naming what needs it."""
     try:
         return __import__(module, fromlist=["_"])
     except ImportError as error:
@@ -200,8 +201,8 @@ def _row(number: int, where: str, data: Any) -> Row:
 
 
 def _parquet(files: list[Path]) -> Iterator[Row]:
-    parquet = _import("pyarrow.parquet", "Parquet")
-    pyarrow = _import("pyarrow", "Parquet")
+    parquet = import_of("pyarrow.parquet", "Parquet")
+    pyarrow = import_of("pyarrow", "Parquet")
     number = 0
     for path in files:
         try:
@@ -236,7 +237,7 @@ def _directory(path: Path, split: str | None) -> Iterator[Row]:
 
 
 def _saved(path: Path) -> Iterator[Row]:
-    datasets = _import("datasets", "a dataset on disk")
+    datasets = import_of("datasets", "a dataset on disk")
     try:
         rows = datasets.load_from_disk(str(path))
     except (OSError, ValueError) as error:
@@ -263,7 +264,7 @@ def write_verl(
     """
     if path.exists() and not path.is_file():
         raise DatasetError(f"{path} is no regular file: name one that Parquet can be written to")
-    pyarrow, parquet = _import("pyarrow", "Parquet"), _import("pyarrow.parquet", "Parquet")
+    pyarrow, parquet = import_of("pyarrow", "Parquet"), import_of("pyarrow.parquet", "Parquet")
     text = pyarrow.string()
     info = {"handler": text, "task": text, "index": pyarrow.int64()}
     if limits:
@@ -316,7 +317,7 @@ def problem(task: Mapping[str, Any], schema: Mapping[str, Any], row: Row) -> str
     Raises:
         DatasetError: The package jsonschema is missing.
     """
-    jsonschema = _import("jsonschema", "checking tasks")
+    jsonschema = import_of("jsonschema", "checking tasks")
     validator = jsonschema.Draft202012Validator(schema)
     error = jsonschema.exceptions.best_match(validator.iter_errors(task))
     if error is None:

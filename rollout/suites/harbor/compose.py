@@ -1,0 +1,95 @@
+"""Compose files of Harbor tasks: one service, whose image, variables and directory are taken over."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rollout.datasets import import_of
+from rollout.suites import SuiteError
+from rollout.suites.harbor.config import EnvironmentConfig
+
+COMPOSE_FILES = ("docker-compose.yaml", "singularity-compose.yaml")
+WITHOUT_EFFECT = frozenset(
+    {"build", "container_name", "deploy", "init", "platform", "pull_policy", "restart", "stdin_open", "tty"}
+)
+"""Keys of a service that change nothing here: what they say is in the Dockerfile, or in task.toml."""
+_WAITS = re.compile(r"(sleep|infinity|tail|-f|/dev/null|(/bin/)?(ba)?sh|-l?c|\s|[\[\]\",'])*")
+"""Commands that keep a container there and do nothing."""
+_OURS = re.compile(r"\$\{(MAIN_IMAGE_NAME|PREBUILT_IMAGE_NAME)[^}]*\}")
+
+
+def environment_of(folder: Path, environment: EnvironmentConfig) -> EnvironmentConfig:
+    """What the compose files of a task add to its environment; what task.toml says itself holds.
+
+    Raises:
+        SuiteError: They ask for several services, or for what a sandbox here does not have, in this line.
+    """
+    for file in filter(Path.is_file, (folder / name for name in COMPOSE_FILES)):
+        found = dict(_settings(file))
+        env = found.pop("env", {})
+        found = {name: value for name, value in found.items() if getattr(environment, name) is None}
+        if (folder / "Dockerfile").is_file():
+            found.pop("docker_image", None)
+        environment = environment.model_copy(update={**found, "env": {**env, **environment.env}})
+    return environment
+
+
+def _settings(file: Path) -> Iterator[tuple[str, Any]]:
+    yaml = import_of("yaml", f"{file}")
+    try:
+        root = yaml.compose(file.read_text("utf-8"), Loader=yaml.SafeLoader)
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        raise SuiteError(f"{file}: {error}") from None
+    services = _entries(file, "the file", root).get("services")
+    for name, service in _entries(file, "services", services).items():
+        if name != "main":
+            raise SuiteError(
+                f"{file}, line {_line(service)}: service {name!r}: only main, one service, runs here"
+            )
+        for key, node in _entries(file, "services.main", service).items():
+            yield from _setting(file, key, node)
+
+
+def _setting(file: Path, key: str, node: Any) -> Iterator[tuple[str, Any]]:
+    where = f"{file}, line {_line(node)}: services.main.{key}"
+    if key == "image":
+        if not _OURS.fullmatch(_word(where, node)):
+            yield "docker_image", node.value
+    elif key == "working_dir":
+        if not _word(where, node).startswith("/"):
+            raise SuiteError(f"{where}: {node.value!r} is no absolute path")
+        yield "workdir", node.value
+    elif key == "environment":
+        pairs = node.value if isinstance(node.value, list) else []
+        if node.id == "mapping":
+            yield "env", {_word(where, name): _word(where, value) for name, value in pairs}
+        else:
+            words = (_word(where, entry).partition("=") for entry in pairs)
+            yield "env", {name: value if given else f"${{{name}}}" for name, given, value in words}
+    elif key in ("command", "entrypoint"):
+        words = node.value if node.id == "sequence" else [node]
+        if not _WAITS.fullmatch(" ".join(_word(where, word) for word in words)):
+            raise SuiteError(f"{where}: nothing is started beside the agent")
+    elif key not in WITHOUT_EFFECT:
+        raise SuiteError(f"{where}: sandboxes have nothing like it")
+
+
+def _entries(file: Path, what: str, node: Any) -> dict[str, Any]:
+    if node is None or (node.id == "scalar" and not node.value):
+        return {}
+    if node.id != "mapping":
+        raise SuiteError(f"{file}, line {_line(node)}: {what} is no mapping")
+    return {str(key.value): value for key, value in node.value}
+
+
+def _word(where: str, node: Any) -> str:
+    if node.id != "scalar":
+        raise SuiteError(f"{where}: a word or a number is wanted")
+    return str(node.value)
+
+
+def _line(node: Any) -> int:
+    return node.start_mark.line + 1
