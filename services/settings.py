@@ -166,6 +166,19 @@ class Settings(BaseModel):
         description="Processes of capture that `rollout up`, or the head of a Slurm service, runs where "
         "`ROLLOUT_CAPTURE_URL` names none; 0 = no program can drive a rollout there.",
     )
+    bundles_mb: int = Field(
+        256,
+        ge=0,
+        description="Most MiB of [bundles](harbor.md#bundles) that Redis keeps for one tenant.",
+    )
+    bundle_cache: str = Field(
+        "",
+        description="Directory of a node's unpacked bundles, best a local one; none = `bundles/NODE` in "
+        "ROLLOUT_HOME.",
+    )
+    bundle_cache_mb: int = Field(
+        4096, ge=1, description="MiB that it may hold; those used longest ago make room."
+    )
     backend_load: str = Field(
         "tokens",
         pattern="^(tokens|rollouts)$",

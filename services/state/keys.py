@@ -132,6 +132,18 @@ reports_bytes = Key("reports:bytes:<tenant>")
 """Hash: run → bytes of its reports."""
 reports = Key("reports:run:<tenant>:<run>")
 """Sorted set: reports of a run (JSON) by step."""
+bundle = Key("bundle:{<tenant>/<digest>}")
+"""List: a bundle of the tenant in pieces. Not used for long it is deleted."""
+bundle_part = Key("bundle:part:<token>")
+"""List: one that is being written; expires soon."""
+bundles_of = Key("bundles:tenant:<tenant>")
+"""Sorted set: digests of the tenant's bundles by when they were used last (ms)."""
+bundles_sizes = Key("bundles:sizes:<tenant>")
+"""Hash: digest → bytes of the bundle."""
+BUNDLES_BYTES = "bundles:bytes"
+"""Hash: tenant → the sum of them."""
+BUNDLES_TOTALS = "bundles:totals"
+"""Hash: sums for /metrics."""
 TENANTS_LIVE = "tenants:live"
 """Hash: tenant → number of its rollouts that have not ended."""
 TENANTS_BYTES = "tenants:bytes"
