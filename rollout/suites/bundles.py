@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 from rollout.suites import SuiteError
 
+MEDIA_TYPE = "application/gzip"
 DIGEST = re.compile(r"[0-9a-f]{64}")
 MAX_BYTES = 32 << 20
 """Of a bundle, compressed."""

@@ -17,6 +17,7 @@ from services.gateway.page import export, live, serving, session
 from services.gateway.routes import (
     backends,
     batches,
+    bundles,
     fleet,
     policy,
     reports,
@@ -32,7 +33,7 @@ from services.state.startup import StartCheck, UnfitRedis
 
 log = structlog.get_logger("gateway")
 
-ROUTES = (rollouts, batches, results, webhooks, backends, policy, fleet, reports, service)
+ROUTES = (rollouts, batches, bundles, results, webhooks, backends, policy, fleet, reports, service)
 PAGE = (serving, session, export, live)
 BLUEPRINTS = tuple(module.blueprint for module in (*ROUTES, *PAGE))
 

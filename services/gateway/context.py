@@ -14,6 +14,7 @@ from services.settings import Settings
 from services.state.api_keys import KeyStore
 from services.state.backends.store import BackendStore
 from services.state.batches.store import BatchStore
+from services.state.bundles import BundleStore
 from services.state.fleet import FleetStore
 from services.state.jobs import JobStore
 from services.state.observations import Observations
@@ -42,6 +43,7 @@ class Gateway:
         self.observations = Observations(client)
         self.rollouts = RolloutStore(client, settings)
         self.batches = BatchStore(client, settings)
+        self.bundles = BundleStore(client, settings)
         self.backends = BackendStore(client)
         self.policy = PolicyStore(client)
         self.fleet = FleetStore(client)

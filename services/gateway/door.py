@@ -47,7 +47,7 @@ def register(app: Flask, *, names: Collection[str] | None) -> None:
             return  # and says nothing of the service
         _check_origin()
         if request.method not in ("GET", "HEAD", "OPTIONS"):
-            _check_type()
+            _check_type(getattr(getattr(view, "operation", None), "takes", None))
         if is_open and ("Transfer-Encoding" in request.headers or (request.content_length or 0) > MAX_OPEN):
             detail = f"who has no key yet may send {MAX_OPEN} bytes, with a Content-Length"
             raise ApiProblem(413, "Request Entity Too Large", detail)
@@ -117,10 +117,11 @@ def _check_origin() -> None:
     raise _refuse(refusals.BROWSER, "Other site", f"web pages of other sites ({shown!r}) may not call")
 
 
-def _check_type() -> None:
-    if request.is_json:
+def _check_type(takes: str | None) -> None:
+    if request.mimetype == takes if takes else request.is_json:
         return
     has_body = bool(request.content_length) or "Transfer-Encoding" in request.headers
     # Some clients name a type of bodies that they do not send.
     if has_body or request.mimetype in FORMS:
-        raise _refuse(refusals.TYPE, "Unsupported media type", "send Content-Type: application/json", 415)
+        detail = f"send Content-Type: {takes or 'application/json'}"
+        raise _refuse(refusals.TYPE, "Unsupported media type", detail, 415)

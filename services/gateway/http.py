@@ -102,6 +102,8 @@ class Operation:
     answers: Mapping[int, Schema]
     media: str
     arrays: bool
+    takes: str | None
+    """Media type of a body that is no JSON, which the view reads itself."""
 
     def arguments(self, path: str) -> dict[str, Any]:
         """Arguments of the view, from the request under way.
@@ -149,6 +151,7 @@ def operation(
     answers: Mapping[int, Schema] | None = None,
     media: str = JSON,
     arrays: bool = False,
+    takes: str | None = None,
 ) -> Callable[[F], F]:
     """Have a view called with what its signature names.
 
@@ -160,6 +163,7 @@ def operation(
         answers: Instead of that annotation, models by status.
         media: Media type of the answer.
         arrays: The answer comes as msgpack with typed arrays as well.
+        takes: Media type of a body that the view reads itself; None = JSON, if any.
     """
 
     def declare(view: F) -> F:
@@ -182,6 +186,7 @@ def operation(
             answers=answers or {status: model},
             media=media,
             arrays=arrays,
+            takes=takes,
         )
 
         @wraps(view)

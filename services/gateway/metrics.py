@@ -209,6 +209,10 @@ counter rollout_results_dropped{reason} result.dropped_*
     Trajectories dropped before their retention was over.
 counter rollout_results_dropped_bytes{reason} result.bytes_*
     Their bytes.
+gauge rollout_bundles_bytes{tenant} bundles_stored
+    Bytes of task bundles in Redis, compressed.
+counter rollout_bundles{event} bundles
+    Bundles that came new, were there already, were refused, or that workers fetched or missed.
 gauge rollout_webhooks_pending webhooks_pending
     Webhooks neither delivered nor given up.
 counter rollout_webhooks{event} result.webhooks_*
@@ -346,6 +350,7 @@ class Scrape:
         self.states, self.queues = gate.rollouts.counts, lambda: queue_depths(gate)
         self.placements, self.autoscale_actions = gate.backends.totals, self._autoscaler.totals
         self.batches_todo, self.webhooks_pending = gate.batches.todo, gate.webhooks.pending
+        self.bundles_stored, self.bundles = gate.bundles.stored, gate.bundles.totals
         self.stored_bytes, self.results_length = gate.results.stored_bytes, gate.result_stream.length
         self.archive_lag = gate.result_stream.archive_lag
         self.streams, self.waiters = lambda: gate.streams.open, lambda: gate.waiting.open

@@ -25,7 +25,7 @@ _PROBLEMS = {
     409: "Not with what is there already",
     410: "It has ended",
     413: "The body is too large",
-    415: "The body is not declared as JSON",
+    415: "The body is not declared as what it has to be: JSON, as a rule",
     429: "Over quota, or too much that waits for this tenant; Retry-After says when to try again",
     503: "Redis does not answer, or something else that is needed; Retry-After says when to try again",
 }
@@ -70,6 +70,10 @@ def _described(rule: str, declared: Operation, *, public: bool) -> dict[str, Any
     operation: dict[str, Any] = {"summary": declared.summary}
     if parameters:
         operation["parameters"] = parameters
+    if declared.takes:
+        problems |= {400, 413, 415}
+        body = {**STRING, "format": "binary"}
+        operation["requestBody"] = {"required": True, "content": {declared.takes: {"schema": body}}}
     if declared.body:
         problems |= {400, 413, 415}
         schemas = [_schema(model) for model in declared.body]
@@ -102,7 +106,7 @@ def document(app: Flask) -> dict[str, Any]:
         answered = (schema for schema in declared.answers.values() if isinstance(schema, type))
         models |= {(model, "serialization"): None for model in answered}
         path = paths.setdefault(_PLACE.sub(r"{\1}", rule.rule), {})
-        for method in sorted(rule.methods - {"HEAD", "OPTIONS"}):
+        for method in sorted(rule.methods - {"OPTIONS"} - ({"HEAD"} if "GET" in rule.methods else set())):
             public = scope_of(view, method) is None
             path[method.lower()] = _described(rule.rule, declared, public=public)
     _, schemas = models_json_schema([*models], ref_template=_REFERENCE)
