@@ -10,14 +10,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import quote
 
 from rollout.async_batches import AsyncBatches, GroupInclude
 from rollout.async_service import AsyncService
 from rollout.calls import Requests, ids_by_calls, parts_of, requests_in, take, with_id
-from rollout.errors import Unavailable, WaitTimeout
-from rollout.http import Polls, present
+from rollout.errors import ApiError, Unavailable, WaitTimeout
+from rollout.http import NOT_FOUND, Polls, present
 from rollout.schema import (
     AckResponse,
     AgentAccess,
@@ -32,6 +32,10 @@ from rollout.schema import (
     Submitted,
 )
 from rollout.sse import EventReader, warn_of_gaps
+
+if TYPE_CHECKING:
+    from rollout.suites.bundles import Bundle
+    from rollout.suites.harbor import HarborTask
 
 B = TypeVar("B", bound=AbstractContextManager[Any])
 PAGE = 50
@@ -84,6 +88,23 @@ class AsyncClient(AsyncService):
         for part in await self.aside(lambda: parts_of(map(with_id, requests_in(requests)))):
             body = b'{"requests":[' + b",".join(text for _, text in part) + b"]}"
             yield (await self.fetch(SubmitResponse, "POST", "/v1/rollouts", body=body)).rollouts
+
+    async def put_bundle(self, bundle: Bundle | HarborTask) -> bool:
+        """Send a task directory that rollouts name by its digest, if it is not there; whether it was sent.
+
+        Raises:
+            SuiteError: The directory cannot be read, or has changed.
+        """
+        path = f"/v1/bundles/{bundle.digest}"
+        try:
+            await self.send("HEAD", path)
+            return False
+        except ApiError as error:
+            if error.status != NOT_FOUND:
+                raise
+        content = getattr(bundle, "content", None) or (await self.aside(bundle.bundle)).content
+        await self.send("PUT", path, body=content, media="application/gzip")
+        return True
 
     async def get(
         self, rollout_id: str, wait: float | None = None, include: Include = "trajectory"

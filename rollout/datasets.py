@@ -38,6 +38,8 @@ class Row:
     where: str
     """For messages: `train.parquet, row 17`."""
     data: dict[str, Any]
+    directory: Any = None
+    """Of a task that is a directory: its `rollout.suites.harbor.HarborTask`, whose bundle has to be put."""
 
 
 class FieldMap(BaseModel):
@@ -133,24 +135,38 @@ def import_of(module: str, what: str) -> Any:
 
 
 def read(
-    path: str | Path, *, split: str | None = None, first: int | None = None, skip: int = 0
+    path: str | Path,
+    *,
+    split: str | None = None,
+    first: int | None = None,
+    skip: int = 0,
+    clones: str | Path | None = None,
 ) -> Iterator[Row]:
     """Rows of a set, one at a time.
 
     Args:
         path: `.jsonl`, `.json` (a list), either with `.gz`; `.parquet`, or a directory of them; a directory
-            that `datasets.Dataset.save_to_disk` wrote; `-` for JSON lines on standard input.
-        split: Of a directory with several (`train`, `test` …).
+            that `datasets.Dataset.save_to_disk` wrote; `-` for JSON lines on standard input; a suite, that is
+            a directory with a `task.toml` or with some below it, or a `registry.json` of those.
+        split: Of a directory with several (`train`, `test` …), or of a registry.
         first: Only so many rows.
         skip: Rows to leave out at the start.
+        clones: Directory with the repositories that a registry names.
 
     Raises:
         DatasetError: The set or a row cannot be read.
     """
-    return islice(_rows(str(path), split), skip, None if first is None else skip + first)
+    return islice(_rows(str(path), split, clones), skip, None if first is None else skip + first)
 
 
-def _rows(path: str, split: str | None) -> Iterator[Row]:
+def _rows(path: str, split: str | None, clones: str | Path | None) -> Iterator[Row]:
+    from rollout.suites import is_suite
+
+    if is_suite(path):
+        from rollout.suites.harbor import dataset
+
+        yield from dataset.rows(path, split, clones)
+        return
     if path == "-":
         yield from _json_lines(sys.stdin, "stdin")
         return

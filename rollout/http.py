@@ -206,12 +206,13 @@ class Gateway:
         body: BaseModel | bytes | None = None,
         wait: float = 0.0,
         typed: bool = False,
+        media: str = "application/json",
     ) -> httpx.Response:
         headers = self._headers(typed)
         if isinstance(body, BaseModel):
             body = body.model_dump_json(exclude_defaults=True).encode()
         if body is not None:
-            headers["content-type"] = "application/json"
+            headers["content-type"] = media
         timeout = httpx.Timeout(self.timeout, read=self.timeout + wait)
         response = await self._http.request(
             method, self.base_url + path, params=params, content=body, headers=headers, timeout=timeout
@@ -226,8 +227,9 @@ class Gateway:
         Every request of this API is idempotent, so that it may be sent again.
 
         Args:
-            request: `params`; `body`, a model or bytes of JSON; `wait`, the seconds for which the gateway may
-                hold the answer back; `typed`, whether it may come as msgpack with typed arrays.
+            request: `params`; `body`, a model or bytes, of JSON or else of `media`; `wait`, the seconds for
+                which the gateway may hold the answer back; `typed`, whether it may come as msgpack with typed
+                arrays.
 
         Raises:
             ApiError: Any other answer that is not a success; also 429 when `retry_for` is over.

@@ -182,6 +182,7 @@ class Client:
         return Batches(self)
 
     submit = _blocking(AsyncClient.submit)
+    put_bundle = _blocking(AsyncClient.put_bundle)
     get = _blocking(AsyncClient.get)
     wait = _blocking(AsyncClient.wait)
     list = _blocking(AsyncClient.list)

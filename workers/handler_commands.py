@@ -21,6 +21,7 @@ from services.engines.describe import DescribeError, describe
 from services.settings import Settings, SettingsError
 from services.settings import settings as read_settings
 from workers.agent.replay import read_actions
+from workers.bundles import keep
 from workers.errors import StageError
 from workers.handlers import skeleton
 from workers.handlers.base import AgentHandler
@@ -137,7 +138,7 @@ def _end(*_: object) -> None:
 
 @click.command()
 @click.argument("handler")
-@click.option("--task", "file", required=True, help="JSON lines, Parquet or a dataset on disk: a task a row.")
+@click.option("--task", "file", required=True, help="A dataset, a task a row, or task directories.")
 @click.option("--local", is_flag=True, help="In this process, without a service: for debugging.")
 @click.option("--n", type=click.IntRange(1, 1000), default=1, show_default=True, help="Rollouts per task.")
 @click.option("--backend", metavar="URL", help="With --local: the LLM server.")
@@ -191,7 +192,9 @@ def run(
     before = signal.signal(signal.SIGTERM, _end)
     click.get_current_context().call_on_close(lambda: signal.signal(signal.SIGTERM, before))
     done: list[Rollout] = []
-    for request in Tasks(file, loaded.name, n=n, **dataset):
+    tasks = Tasks(file, loaded.name, n=n, **dataset)
+    tasks.put_bundles(lambda task: keep(task.bundle()))
+    for request in tasks:
         for rollout in asyncio.run(runner.run(request.model_copy(update={"sandbox_runtime": runtime}))):
             done.append(rollout)
             out.print(render.rollout_view(rollout))

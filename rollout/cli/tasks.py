@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import click
 from pydantic import ValidationError
@@ -35,6 +35,10 @@ from rollout.errors import ApiError, RolloutError, Unavailable, problems_of
 from rollout.http import NOT_FOUND
 from rollout.progress import Meter
 from rollout.schema import Limits, Rollout, RolloutRequest, Submitted
+from rollout.suites import HARBOR, is_suite
+
+if TYPE_CHECKING:
+    from rollout.suites.harbor import HarborTask
 
 F = TypeVar("F", bound=Callable[..., Any])
 IN_FLIGHT = 1000
@@ -49,6 +53,7 @@ def dataset_options(function: F) -> F:
         click.option("--split", help="Of a dataset with several."),
         click.option("--first", type=click.IntRange(1), help="Only so many rows."),
         click.option("--skip", type=click.IntRange(0), default=0, help="Leave out so many rows first."),
+        click.option("--clones", type=click.Path(file_okay=False), help="Repositories of a registry.json."),
     ):
         function = option(function)
     return function
@@ -70,7 +75,7 @@ class Tasks:
         """With `handler`, or a map, each row is a task; without, a whole request.
 
         Args:
-            part: `split`, `first` and `skip`, as `rollout.datasets.read` has them.
+            part: `split`, `first`, `skip` and `clones`, as `rollout.datasets.read` has them.
 
         Raises:
             DatasetError: The map, or standard input, cannot be used.
@@ -78,12 +83,13 @@ class Tasks:
         """
         self._map = load_map(map_name) if map_name else FieldMap()
         self._read = partial(read, path, **part)
-        if path == "-":  # standard input cannot be read twice
+        suite = is_suite(path)
+        if path == "-" or suite:  # standard input cannot be read twice, and directories take long
             rows = list(self._read())
             self._read = lambda: iter(rows)
         self.where = ""
         """The row of the request that was read last."""
-        self.handler = handler or self._map.handler
+        self.handler = handler or self._map.handler or (HARBOR if suite else None)
         if map_name and self.handler is None:
             raise click.UsageError(f"the map {map_name} names no handler: give --handler")
         self._n, self._tags = n, tags
@@ -93,6 +99,14 @@ class Tasks:
         for row in self._read():
             if self._map.wants(row):
                 yield row, self._map.apply(row)
+
+    def put_bundles(self, put: Callable[[HarborTask], Any]) -> None:
+        """Have the bundle of each task that is a directory put; what it has and is not heeded is told."""
+        for row, _ in self.rows():
+            if row.directory is not None:
+                for warning in row.directory.warnings:
+                    click.secho(warning, err=True, dim=True)
+                put(row.directory)
 
     def __iter__(self) -> Iterator[RolloutRequest]:
         """Raises DatasetError for a row that is no task or no valid request; it is named."""
@@ -131,8 +145,8 @@ class Tasks:
 def submit(file: str, output: IO[str], in_flight: int, url: str | None, **tasks: Any) -> None:
     """Submit what FILE holds and write each rollout as it ends.
 
-    FILE is JSON lines (- is stdin), Parquet, or a dataset on disk; it is checked to its end before the first
-    rollout is submitted, and read row by row.
+    FILE is JSON lines (- is stdin), Parquet, a dataset on disk, or a suite of task directories, whose bundles
+    are sent first. It is checked to its end before the first rollout is submitted, and read row by row.
 
     What the service accepted survives the end of any of its processes. A power cut of the machine of Redis
     may lose the last second, unless the service was started with ROLLOUT_REDIS_FSYNC=always.
@@ -167,6 +181,7 @@ def submit_all(tasks: Tasks, output: IO[str], in_flight: int, url: str | None, n
         return _rest(unwritten, total - lines.count - len(unwritten))
 
     with connect(url, WORK_PATIENCE_S) as client:
+        tasks.put_bundles(client.put_bundle)
         try:
             with Meter(total, err) as meter:
                 for rollout in client.rollouts(sent(), in_flight, progress=False, announce=accepted):
