@@ -43,18 +43,15 @@ def _settings(file: Path) -> Iterator[tuple[str, Any]]:
         root = yaml.compose(file.read_text("utf-8"), Loader=yaml.SafeLoader)
     except (OSError, UnicodeError, yaml.YAMLError) as error:
         raise SuiteError(f"{file}: {error}") from None
-    services = _entries(file, "the file", root).get("services")
-    for name, service in _entries(file, "services", services).items():
+    services = next((node for _, name, node in _entries(file, "the file", root) if name == "services"), None)
+    for line, name, service in _entries(file, "services", services):
         if name != "main":
-            raise SuiteError(
-                f"{file}, line {_line(service)}: service {name!r}: only main, one service, runs here"
-            )
-        for key, node in _entries(file, "services.main", service).items():
-            yield from _setting(file, key, node)
+            raise SuiteError(f"{file}, line {line}: service {name!r}: only main, one service, runs here")
+        for at, key, node in _entries(file, "services.main", service):
+            yield from _setting(f"{file}, line {at}: services.main.{key}", key, node)
 
 
-def _setting(file: Path, key: str, node: Any) -> Iterator[tuple[str, Any]]:
-    where = f"{file}, line {_line(node)}: services.main.{key}"
+def _setting(where: str, key: str, node: Any) -> Iterator[tuple[str, Any]]:
     if key == "image":
         if not _OURS.fullmatch(_word(where, node)):
             yield "docker_image", node.value
@@ -77,19 +74,16 @@ def _setting(file: Path, key: str, node: Any) -> Iterator[tuple[str, Any]]:
         raise SuiteError(f"{where}: sandboxes have nothing like it")
 
 
-def _entries(file: Path, what: str, node: Any) -> dict[str, Any]:
+def _entries(file: Path, what: str, node: Any) -> list[tuple[int, str, Any]]:
+    """Line, key and value of each entry of a mapping; none of what is absent."""
     if node is None or (node.id == "scalar" and not node.value):
-        return {}
+        return []
     if node.id != "mapping":
-        raise SuiteError(f"{file}, line {_line(node)}: {what} is no mapping")
-    return {str(key.value): value for key, value in node.value}
+        raise SuiteError(f"{file}, line {node.start_mark.line + 1}: {what} is no mapping")
+    return [(key.start_mark.line + 1, str(key.value), value) for key, value in node.value]
 
 
 def _word(where: str, node: Any) -> str:
     if node.id != "scalar":
         raise SuiteError(f"{where}: a word or a number is wanted")
     return str(node.value)
-
-
-def _line(node: Any) -> int:
-    return node.start_mark.line + 1
