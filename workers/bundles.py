@@ -111,8 +111,11 @@ class BundleCache:
             size = sum(found.lstat().st_blocks * 512 for found in part.rglob("*"))
             self._make_room(size)
             _note(path).write_text(str(size))
-            with suppress(FileExistsError):  # another process was quicker
+            try:
                 part.rename(path)
+            except OSError:
+                if not path.is_dir():  # else another process was quicker
+                    raise
         except (OSError, SandboxError) as error:
             raise InfrastructureError(f"bundle {digest} cannot be unpacked: {error}") from error
         finally:

@@ -36,7 +36,8 @@ end
 function operations.use(ask)
   though_full()
   local there = use(ask.tenant, ask.digest)
-  if ask.event then count(there and ask.event or 'missing') end
+  local event = there and ask.event or not there and ask.absent
+  if event then count(event) end
   return there
 end
 

@@ -42,7 +42,7 @@ class BundleStore:
             BundlesFull: The tenant has too many that were used lately.
             StoreFull: Redis has no room.
         """
-        if self._do("use", tenant=tenant, digest=digest):
+        if self._do("use", tenant=tenant, digest=digest, event="there"):
             return False
         self._room.require(len(content))
         token = secrets.token_hex(16)
@@ -67,7 +67,7 @@ class BundleStore:
 
     def fetch(self, tenant: str, digest: str) -> bytes | None:
         """A bundle, for a worker; None: Redis does not have it, or not all of it."""
-        if not self._do("use", tenant=tenant, digest=digest, event="fetched"):
+        if not self._do("use", tenant=tenant, digest=digest, event="fetched", absent="missing"):
             return None
         key, pieces = keys.bundle(tenant, digest), []
         while True:
