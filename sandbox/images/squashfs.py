@@ -10,7 +10,7 @@ import struct
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from sandbox import paths
 from sandbox.errors import ImageError
@@ -20,6 +20,9 @@ LIST_TIMEOUT_S = 300.0
 BLOCK_BYTES = 4096  # what a file's size is rounded up to on common file systems
 SIF_MAGIC = b"SIF_MAGIC\0"
 SQUASHFS_MAGIC = b"hsqs"
+SIF_JSON = 0x4006
+"""The type of a part with JSON."""
+MOST_JSON_BYTES, MOST_JSON_PARTS = 1 << 20, 8
 ROOT = "squashfs-root"
 LINE = re.compile(rf"([-dlcbps])\S{{9}} \S+/\S+ +(\d+)(?:, *\d+)? \d{{4}}-\d\d-\d\d \d\d:\d\d {ROOT}(.*)")
 """Of `unsquashfs -ll`: type, permissions, owner/group, size (or major, minor), date, time, name."""
@@ -39,30 +42,54 @@ class Entry(NamedTuple):
 def squashfs_offset(path: Path) -> int:
     """Where in the file the root file system begins: 0 for bare squashfs, else from the SIF header.
 
-    SIF (github.com/apptainer/sif, version 1, little-endian): a 128-byte header, then descriptors of equal
-    size, each beginning with type (int32), used (bool), id, group, link (uint32), offset and size (int64).
     Raises ImageError.
     """
     with path.open("rb") as file:
-        header = file.read(128)
-        if header.startswith(SQUASHFS_MAGIC):
+        if file.read(len(SQUASHFS_MAGIC)) == SQUASHFS_MAGIC:
             return 0
-        if header[32:42] != SIF_MAGIC or len(header) < 128:
-            raise ImageError(f"{path} is neither a SIF nor a squashfs file")
-        _, total, table, table_bytes = struct.unpack_from("<qqqq", header, 80)
-        if not 0 < total <= 4096 or table_bytes < total * 33:
-            raise ImageError(f"{path} has a damaged SIF header")
-        for number in range(total):
-            file.seek(table + number * (table_bytes // total))
-            descriptor = file.read(33)
-            if len(descriptor) < 33:
-                raise ImageError(f"{path} is cut off within its SIF header; copy or build it again")
-            _, used, _, _, _, offset, _ = struct.unpack("<i?IIIqq", descriptor)
-            if used and offset > 0:
-                file.seek(offset)
-                if file.read(4) == SQUASHFS_MAGIC:
-                    return offset
+        for _, offset, _ in _descriptors(path, file):
+            file.seek(offset)
+            if file.read(4) == SQUASHFS_MAGIC:
+                return offset
     raise ImageError(f"{path} holds no squashfs file system; rebuild it with apptainer build")
+
+
+def json_parts(path: Path) -> list[bytes]:
+    """The JSON documents that a SIF has beside its file system: in one of them Apptainer keeps the
+    configuration of the Docker image that it was made from. Raises ImageError.
+    """
+    texts = []
+    with path.open("rb") as file:
+        if file.read(len(SQUASHFS_MAGIC)) == SQUASHFS_MAGIC:
+            return []
+        for kind, offset, size in _descriptors(path, file):
+            if kind == SIF_JSON and size <= MOST_JSON_BYTES:
+                file.seek(offset)
+                texts.append(file.read(size))
+    return texts[:MOST_JSON_PARTS]
+
+
+def _descriptors(path: Path, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
+    """(type, offset, size) of each part of a SIF.
+
+    SIF (github.com/apptainer/sif, version 1, little-endian): a 128-byte header, then descriptors of equal
+    size, each beginning with type (int32), used (bool), id, group, link (uint32), offset and size (int64).
+    """
+    file.seek(0)
+    header = file.read(128)
+    if header[32:42] != SIF_MAGIC or len(header) < 128:
+        raise ImageError(f"{path} is neither a SIF nor a squashfs file")
+    _, total, table, table_bytes = struct.unpack_from("<qqqq", header, 80)
+    if not 0 < total <= 4096 or table_bytes < total * 33:
+        raise ImageError(f"{path} has a damaged SIF header")
+    for number in range(total):
+        file.seek(table + number * (table_bytes // total))
+        descriptor = file.read(33)
+        if len(descriptor) < 33:
+            raise ImageError(f"{path} is cut off within its SIF header; copy or build it again")
+        kind, used, _, _, _, offset, size = struct.unpack("<i?IIIqq", descriptor)
+        if used and offset > 0:
+            yield kind, offset, size
 
 
 def entries(path: Path, user: int | None = None) -> Iterator[Entry]:
@@ -122,6 +149,19 @@ def unpack(
         raise ImageError(f"cannot unpack {path} into {target.parent}: {_complaint(process)}")
 
 
+def extract(path: Path, target: Path, name: str, user: int | None = None) -> None:
+    """Unpack what lies below one name, if anything does, into an empty directory that `user` may write to; as
+    `unpack`. Raises ImageError.
+    """
+    arguments = ["-q", "-n", "-no-xattrs", "-f", "-d", ".", "-o", str(squashfs_offset(path))]
+    with path.open("rb") as file:
+        process = _unsquashfs(
+            path, file.fileno(), "read", arguments, LIST_TIMEOUT_S, user=user, cwd=target, names=(name,)
+        )
+    if process.returncode not in (0, 2):
+        raise ImageError(f"cannot read {path}: {_complaint(process)}; copy or build it again")
+
+
 def reader(opened: int, user: int | None) -> int | None:
     """`user` if it may read the file; None where it is closed to all but root, who alone has written it."""
     info = os.fstat(opened)
@@ -139,6 +179,7 @@ def _unsquashfs(
     keep: Sequence[int] = (),
     user: int | None = None,
     cwd: Path = Path("/"),
+    names: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[bytes]:
     program = shutil.which("unsquashfs", path=paths.tool_path())
     if program is None:
@@ -147,7 +188,7 @@ def _unsquashfs(
     user = reader(opened, user)
     try:
         return subprocess.run(
-            [program, *arguments, f"/proc/self/fd/{opened}"],
+            [program, *arguments, f"/proc/self/fd/{opened}", *names],
             capture_output=True,
             timeout=timeout,
             env=environment,

@@ -22,7 +22,7 @@ from click.testing import CliRunner, Result
 
 from rollout import cli
 from sandbox import paths
-from sandbox.images import ImageStore, squashfs
+from sandbox.images import ImageConfig, ImageStore, image_config, squashfs
 from sandbox.images.build import has_post, local_images
 from sandbox.images.environment import docker_environment
 from sandbox.runtimes.apptainer import Apptainer
@@ -125,6 +125,13 @@ DOCKER_ENV = [
     "EMPTY=",
     'AWKWARD=a "b" $HOME `date` \\ {x} =1',
 ]
+DOCKER_CONFIG = {
+    "Env": DOCKER_ENV,
+    "WorkingDir": "/app",
+    "User": "agent:users",
+    "Shell": ["/bin/dash", "-c"],
+    "Labels": {"kept": "yes"},
+}
 
 
 def docker_archive(home: Path, tree: Path) -> Path:
@@ -138,7 +145,7 @@ def docker_archive(home: Path, tree: Path) -> Path:
     layer_name = hashlib.sha256(layer.getvalue()).hexdigest()
     rootfs = {"type": "layers", "diff_ids": [f"sha256:{layer_name}"]}
     config = json.dumps(
-        {"architecture": "amd64", "os": "linux", "config": {"Env": DOCKER_ENV}, "rootfs": rootfs}
+        {"architecture": "amd64", "os": "linux", "config": DOCKER_CONFIG, "rootfs": rootfs}
     ).encode()
     config_name = f"{hashlib.sha256(config).hexdigest()}.json"
     manifest = [{"Config": config_name, "RepoTags": ["t:1"], "Layers": [f"{layer_name}/layer.tar"]}]
@@ -209,7 +216,31 @@ def test_a_docker_archive_is_built(home, tree):
     assert "COLOUR" in "".join(json.loads(images("inspect", "own", "--json").output)["environment"].values())
     unpacked = home / "unpacked"
     squashfs.unpack(image, unpacked)
-    assert docker_environment(unpacked) == dict(line.split("=", 1) for line in DOCKER_ENV)
+    declared = dict(line.split("=", 1) for line in DOCKER_ENV)
+    assert docker_environment(unpacked) == declared
+    assert image_config(image) == ImageConfig(
+        declared, "/app", "agent:users", ("/bin/dash", "-c"), {"kept": "yes"}
+    )
+
+
+def test_what_an_image_says_of_itself_is_read_as_text_and_through_no_link(tree):
+    own = tree / ".singularity.d"
+    own.mkdir()
+    hostile = {
+        "env": {"GOOD": "1", "B D": "2", "LIST": ["3"], "NUL": "\0"},
+        "workdir": "relative",
+        "user": "root\nBOOM=1",
+        "shell": "sh",
+        "labels": [],
+    }
+    (own / "rollout.json").write_text(json.dumps(hostile))
+    assert image_config(tree) == ImageConfig(env={"GOOD": "1"})
+    (own / "rollout.json").write_text("[" * 100_000)
+    assert image_config(tree) == ImageConfig()
+    (tree.parent / "outside").write_text('{"workdir": "/stolen"}')
+    (own / "rollout.json").unlink()
+    (own / "rollout.json").symlink_to(tree.parent / "outside")
+    assert image_config(tree) == ImageConfig()
 
 
 def test_a_truncated_archive_is_refused_in_words(home, tree):
