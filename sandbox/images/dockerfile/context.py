@@ -1,0 +1,229 @@
+"""What COPY and ADD take: of the directory beside a Dockerfile, or of the root of another image."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import posixpath
+import re
+import stat
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+MOST_ENTRIES = 200_000
+CHUNK = 1 << 20
+ZSTANDARD = b"\x28\xb5\x2f\xfd"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A file, directory or link to copy."""
+
+    source: int
+    """Which of the instruction's sources it is, or lies in."""
+    name: str
+    """Below the source; "" is the source itself."""
+    path: Path
+    mode: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """The sources of an instruction, wildcards resolved, and all that is in them."""
+
+    bases: tuple[tuple[str, bool], ...]
+    """Name, and whether it is a directory, of each source."""
+    entries: tuple[Entry, ...]
+
+
+class Ignored:
+    """The patterns of a `.dockerignore`: the last that matches a path, or a directory above it, decides."""
+
+    def __init__(self, text: str = ""):
+        rows = [line.strip() for line in text.splitlines()]
+        self.rules = [_rule(row) for row in rows if row and not row.startswith("#")]
+        self.has_exceptions = any(keep for keep, _ in self.rules)
+
+    @classmethod
+    def of(cls, context: Path, dockerfile: Path) -> Ignored:
+        """`DOCKERFILE.dockerignore` goes before `.dockerignore`."""
+        for place in (dockerfile.with_name(dockerfile.name + ".dockerignore"), context / ".dockerignore"):
+            with contextlib.suppress(OSError):
+                return cls(place.read_text(errors="replace"))
+        return cls()
+
+    def __call__(self, path: str) -> bool:
+        """Whether the path, relative to the context, is left out."""
+        parts = path.split("/")
+        prefixes = ["/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+        ignored = False
+        for keep, pattern in self.rules:
+            if ignored == keep and any(map(pattern.fullmatch, prefixes)):
+                ignored = not keep
+        return ignored
+
+
+def _rule(row: str) -> tuple[bool, re.Pattern[str]]:
+    keep = row.startswith("!")
+    path = posixpath.normpath("/" + row.removeprefix("!").strip()).lstrip("/")
+    return keep, wildcard(path or ".", deep=True)
+
+
+def wildcard(pattern: str, deep: bool = False) -> re.Pattern[str]:
+    """A pattern of Go's `filepath.Match`; with `deep`, `**` stands for any number of directories."""
+    tokens = {"**/": "(?:.*/)?", "**": ".*"} if deep else {}
+    tokens |= {"*": "[^/]*", "?": "[^/]"}
+    expression, rest = "", pattern
+    while rest:
+        token = next((token for token in tokens if rest.startswith(token)), rest[0])
+        characters = re.match(r"\[(\^?)((?:\\.|[^\]\\])+)\]", rest)
+        if token in tokens:
+            expression += tokens[token]
+        elif characters:
+            token = characters[0]
+            inside = characters[2].replace("[", "\\[")
+            expression += f"[{characters[1]}{inside}]"
+        elif token == "\\" and len(rest) > 1:
+            token = rest[:2]
+            expression += re.escape(rest[1])
+        else:
+            expression += re.escape(token)
+        rest = rest[len(token) :]
+    try:
+        return re.compile(expression, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"pattern {pattern!r}: {error}") from error
+
+
+def find(root: Path, sources: Sequence[str], ignored: Ignored | None = None, unpack: bool = False) -> Found:
+    """All that the sources are, in an order of their own. `unpack`: tar archives count as directories.
+
+    Raises ValueError for one that is not there, or leads out of the root.
+    """
+    ignored = ignored or Ignored()
+    real = root.resolve()
+    bases: list[tuple[str, bool]] = []
+    entries: list[Entry] = []
+    for source in sources:
+        matches = _matches(real, posixpath.normpath("/" + source).lstrip("/"), ignored)
+        if not matches:
+            left_out = " (or .dockerignore leaves it out)" if ignored.rules else ""
+            raise ValueError(f"there is no {source!r} in {root}{left_out}")
+        for match in matches:
+            path = (real / match).resolve()
+            if not path.is_relative_to(real):
+                raise ValueError(f"{source!r} leads out of {root}")
+            number = len(bases)
+            as_directory = path.is_dir() or (unpack and _is_archive(path))
+            bases.append((posixpath.basename(match), as_directory))
+            entries += [Entry(number, *entry) for entry in _walk(real, path, ignored)]
+            if len(entries) > MOST_ENTRIES:
+                raise ValueError(f"more than {MOST_ENTRIES} files")
+    return Found(tuple(bases), tuple(entries))
+
+
+def _matches(root: Path, pattern: str, ignored: Ignored) -> list[str]:
+    """Paths that a source stands for."""
+    paths = [""]
+    for part in pattern.split("/"):
+        if not re.search(r"[*?\[\\]", part):
+            paths = [posixpath.join(path, part) for path in paths]
+            continue
+        matcher, below = wildcard(part), []
+        for path in paths:
+            with contextlib.suppress(NotADirectoryError, FileNotFoundError):
+                names = sorted(child.name for child in (root / path).iterdir())
+                below += [posixpath.join(path, name) for name in names if matcher.fullmatch(name)]
+        paths = below
+    return [
+        path for path in paths if os.path.lexists(root / path) and not _is_out(root / path, path, ignored)
+    ]
+
+
+def _is_out(place: Path, path: str, ignored: Ignored) -> bool:
+    """A directory may hold exceptions."""
+    return bool(path) and ignored(path) and not (ignored.has_exceptions and place.is_dir())
+
+
+def _walk(root: Path, top: Path, ignored: Ignored) -> Iterator[tuple[str, Path, int]]:
+    """(name below the source, path, mode) of the source and all in it."""
+    pending = [top]
+    while pending:
+        place = pending.pop()
+        mode, inside = place.lstat().st_mode, str(place.relative_to(root))
+        name = "" if place == top else str(place.relative_to(top))
+        out = inside != "." and bool(ignored.rules) and ignored(inside)
+        if stat.S_ISDIR(mode):
+            if not out or ignored.has_exceptions:
+                pending += sorted(place.iterdir(), reverse=True)
+            if out and name:
+                continue
+        elif out or not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+            continue
+        yield name, place, mode
+
+
+def _is_archive(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        if file.read(len(ZSTANDARD)) == ZSTANDARD:
+            raise ValueError(f"{path} is compressed with zstd, which ADD does not unpack here; use gzip")
+    return tarfile.is_tarfile(path)
+
+
+def digest(found: Found) -> str:
+    """Of names, contents and what can be run; neither times nor owners, nor modes beyond that, count."""
+    total = hashlib.sha256(repr(found.bases).encode())
+    for entry in found.entries:
+        content = ""
+        if stat.S_ISREG(entry.mode):
+            with entry.path.open("rb") as file:
+                content = hashlib.file_digest(file, "sha256").hexdigest()
+        elif stat.S_ISLNK(entry.mode):
+            content = str(entry.path.readlink())
+        kind = (stat.S_IFMT(entry.mode), plain_mode(entry.mode))
+        total.update(repr((entry.source, entry.name, kind, content)).encode())
+    return total.hexdigest()
+
+
+def plain_mode(mode: int) -> int:
+    """As git and bundles keep it: whether it can be run."""
+    return 0o755 if mode & stat.S_IXUSR or stat.S_ISDIR(mode) else 0o644
+
+
+def send(found: Found, stream: BinaryIO, exact: bool) -> None:
+    """Write a tar archive, in which the source's number is the first part of each name; of a source that is
+    an archive, what is in it. `exact`: modes as they are.
+    """
+    with tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+        for entry in found.entries:
+            if not entry.name and stat.S_ISREG(entry.mode) and found.bases[entry.source][1]:
+                _send_archive(entry, archive)
+                continue
+            member = archive.gettarinfo(entry.path, posixpath.join(str(entry.source), entry.name))
+            if member.islnk():  # its first name may lie outside of what is copied
+                member.type, member.size = tarfile.REGTYPE, entry.path.lstat().st_size
+            member.mode = stat.S_IMODE(entry.mode) if exact else plain_mode(entry.mode)
+            with entry.path.open("rb") if member.isreg() else contextlib.nullcontext() as file:
+                archive.addfile(member, file)
+
+
+def _send_archive(entry: Entry, archive: tarfile.TarFile) -> None:
+    with tarfile.open(entry.path) as inner:
+        for member in inner:
+            if not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
+                continue
+            member.name = _below(entry.source, member.name)
+            if member.islnk():
+                member.linkname = _below(entry.source, member.linkname)
+            member.pax_headers = {}
+            archive.addfile(member, inner.extractfile(member) if member.isreg() else None)
+
+
+def _below(source: int, name: str) -> str:
+    return f"{source}{posixpath.normpath('/' + name)}".rstrip("/")
