@@ -135,8 +135,9 @@ class ImageCache:
         """Keep the tree from being evicted; None if it is not there (any more)."""
         return self._leases.hold(self._file(key, "lease"), self.tree(key).is_dir)
 
-    def fill(self, key: str, source: Path, need: int, unpack: Callable[[Path, int], None]) -> Path:
-        """The tree, made by `unpack(directory, lock)` unless it is there; `need`: bytes it will take.
+    def fill(self, key: str, source: Path, need: int, unpack: Callable[[Path, int], int | None]) -> Path:
+        """The tree, made by `unpack(directory, lock)` unless it is there; `need`: bytes it will take, if
+        `unpack` does not return what it took.
 
         Concurrent callers wait for the first. Raises ImageError, e.g. when there is no room for it.
         """
@@ -152,7 +153,9 @@ class ImageCache:
                 unpacking.mkdir(0o700)
                 write_json(self._file(key, "json"), {"bytes": need, "source": str(source)})
             try:
-                unpack(unpacking, lock)
+                taken = unpack(unpacking, lock)
+                if taken is not None:
+                    write_json(self._file(key, "json"), {"bytes": taken, "source": str(source)})
                 unpacking.chmod(0o755)
                 unpacking.rename(tree)
             except BaseException:

@@ -33,6 +33,11 @@ ESCAPED = re.compile(r'\\([\\"`$])')
 def docker_environment(rootfs: Path) -> dict[str, str]:
     """Name → value; {} where the image is no Docker image's, or says it in no known form."""
     try:
+        own = _object(_read(rootfs, OWN))
+        return {name: text for name, text in _strings(own.get("env")).items() if NAME.fullmatch(name)}
+    except OSError:
+        pass
+    try:
         text = _read(rootfs, PLACE).decode(errors="replace")
     except OSError:
         return {}

@@ -255,10 +255,11 @@ ARGUMENTS = {
 }
 
 
-def program(machine, building=False):
+def program(machine, building=False, pretended=()):
     """The filter as a list of instructions (code, jump if true, jump if false, operand).
 
-    `machine`: as `uname` names it. `building`: the profile of image builds. Raises OSError for a
+    `machine`: as `uname` names it. `building`: the profile of image builds. `pretended`: numbers of calls
+    that answer 0 and do nothing. Raises OSError for a
     machine whose calls are not known here.
     """
     if machine not in AUDIT_ARCH:
@@ -274,6 +275,8 @@ def program(machine, building=False):
         (ABOVE, 0, 1, NEWEST),  # x32 sets a high bit, so it is above as well
         _refuse(errno.ENOSYS),
     ]
+    for number in pretended:
+        instructions += [(EQUAL, 0, 1, number), _refuse(0)]
     for name, body in arguments.items():
         number = NUMBERS[name][column]
         instructions += [(EQUAL, 0, len(body), number), *body]

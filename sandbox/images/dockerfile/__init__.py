@@ -52,6 +52,14 @@ class Source:
         content = digest(self.found(step)) if step.sources and step.origin is None else ""
         return hash_of(step.request, step.sources, step.unpack, content)
 
+    def name(self) -> str:
+        """See `image_name`."""
+        stages = [
+            (stage.base, asdict(stage.config), [(self.digest(step), step.origin) for step in stage.steps])
+            for stage in self.plan().stages
+        ]
+        return f"dockerfile-{hash_of(stages)[:NAME_CHARS]}"
+
 
 def hash_of(*parts: object) -> str:
     """SHA-256 in hexadecimal of what JSON can say."""
@@ -79,9 +87,4 @@ def image_name(context: Path, arguments: Mapping[str, str] | None = None) -> str
 
     Nothing is built, and the images that it starts from need not be here. Raises as `load`.
     """
-    source = load(context, arguments)
-    stages = [
-        (stage.base, asdict(stage.config), [(source.digest(step), step.origin) for step in stage.steps])
-        for stage in source.plan().stages
-    ]
-    return f"dockerfile-{hash_of(stages)[:NAME_CHARS]}"
+    return load(context, arguments).name()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import posixpath
 import re
@@ -197,9 +198,10 @@ def plain_mode(mode: int) -> int:
 
 
 def send(found: Found, stream: BinaryIO, exact: bool) -> None:
-    """Write a tar archive, in which the source's number is the first part of each name; of a source that is
-    an archive, what is in it. `exact`: modes as they are.
+    """Write a line of JSON with the sources, then a tar archive, in which the source's number is the first
+    part of each name; of a source that is an archive, what is in it. `exact`: modes as they are.
     """
+    stream.write(json.dumps(found.bases).encode() + b"\n")
     with tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         for entry in found.entries:
             if not entry.name and stat.S_ISREG(entry.mode) and found.bases[entry.source][1]:
