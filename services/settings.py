@@ -275,6 +275,16 @@ class Settings(BaseModel):
         "",
         description="Search that `stem_tools` offers: a name in `rollout.search_tools`, or `module:Class`.",
     )
+    task_egress: bool = Field(
+        False,
+        description="Whether [tasks](harbor.md) that ask for a network get one, through a proxy of the worker: "
+        "the hosts that they list, or all public addresses; never the deployment's own network.",
+    )
+    task_variables: str = Field(
+        "",
+        description="Names of variables of the workers, separated by commas, which tasks may ask for by "
+        "`${NAME}`; their values enter the tasks' sandboxes.",
+    )
     sandbox_runtime: str = Field(
         "auto", description="`auto`, `apptainer`, `bubblewrap` or `local-unsafe` (no isolation at all)."
     )

@@ -124,9 +124,10 @@ class Bridge:
             if self._calls > MOST_CALLS:
                 raise Refusal(503, "more than %d calls at once" % MOST_CALLS)
             head = await asyncio.wait_for(self._read(reader, writer, body), REQUEST_S)
-            gone = self._loop.create_task(_discard(reader))
-            out = self._loop.create_task(self._lead_out(head, body, writer))
-            await asyncio.wait([out, gone], return_when=asyncio.FIRST_COMPLETED)
+            more = reader if head.startswith(b"CONNECT ") else None
+            gone = None if more else self._loop.create_task(_discard(reader))
+            out = self._loop.create_task(self._lead_out(head, body, writer, more))
+            await asyncio.wait([out, gone] if gone else [out], return_when=asyncio.FIRST_COMPLETED)
             if not out.cancel():
                 out.result()
         except Refusal as refusal:
@@ -195,8 +196,11 @@ class Bridge:
             if size and await reader.readexactly(2) != b"\r\n":
                 raise Refusal(400, "a chunk is longer than its size")
 
-    async def _lead_out(self, head, body, program):
-        """Send a request out until an answer begins, and pass that on. Raises Refusal."""
+    async def _lead_out(self, head, body, program, more):
+        """Send a request out until an answer begins, and pass that on. Raises Refusal.
+
+        `more`: where the program goes on to say what is to go out behind the request; None = it does not.
+        """
         call = binascii.hexlify(os.urandom(16)).decode()
         for number in range(1, TRIES + 1):
             line = self._loop.create_task(self._idle.get())
@@ -206,7 +210,7 @@ class Bridge:
                     break
                 names = b"X-Rollout-Call: %s\r\nX-Rollout-Try: %d\r\n\r\n" % (call.encode(), number)
                 frame = wire.encode({"ok": True, "result": {"call": call, "try": number}})
-                if await self._pass(frame + head + names, body, *line.result(), program):
+                if await self._pass(frame + head + names, body, *line.result(), program, more):
                     return
                 self._cut_off = True
             finally:
@@ -216,9 +220,9 @@ class Bridge:
         self._unanswered += 1
         raise Refusal(503, "nobody outside of the sandbox answers")
 
-    async def _pass(self, head, body, reader, writer, program):
+    async def _pass(self, head, body, reader, writer, program, more):
         """Send a request out and its answer in; whether any of that was passed on."""
-        passed = False
+        passed, saying = False, None
         try:
             writer.write(head)
             for start in range(0, len(body), PIECE_BYTES):
@@ -229,12 +233,29 @@ class Bridge:
                 if not data:
                     return passed
                 passed, self._cut_off = True, False  # the program may leave before the line does
+                if more and saying is None:
+                    saying = self._loop.create_task(_copy(more, writer))
                 self._forget(body)
                 program.write(data)
                 if program.transport.get_write_buffer_size():
                     await asyncio.wait_for(program.drain(), UNREAD_S)
         except (OSError, asyncio.TimeoutError):
             return passed
+        finally:
+            if saying is not None:
+                saying.cancel()
+
+
+async def _copy(reader, writer):
+    """What comes goes out, until the program closes: then so does the line."""
+    with contextlib.suppress(OSError):
+        while True:
+            data = await reader.read(PIECE_BYTES)
+            if not data:
+                break
+            writer.write(data)
+            await writer.drain()
+        writer.write_eof()
 
 
 async def _discard(reader):

@@ -6,6 +6,26 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from sandbox.client import SandboxClient
+from services.settings import settings
+from workers.errors import TaskError
+from workers.handlers.harbor.egress import EVERY_HOST, Egress
+
+NO_NETWORK, ALLOWLIST, PUBLIC = "no-network", "allowlist", "public"
+REFUSED = "the task wants a network for {}, and this deployment gives tasks none (ROLLOUT_TASK_EGRESS)"
+WITHOUT = "network_mode public: this deployment gives tasks no network (ROLLOUT_TASK_EGRESS)"
+
+
+def check(mode: str | None, hosts: Sequence[str] = ()) -> str | None:
+    """A warning where a task runs without the network that it has by default; None: it has what it asks for.
+
+    Raises:
+        TaskError: `allowlist`, and the deployment lets tasks have no network.
+    """
+    if mode in (None, NO_NETWORK) or settings().task_egress:
+        return None
+    if mode == ALLOWLIST:
+        raise TaskError(REFUSED.format(", ".join(hosts) or "an empty list of hosts"))
+    return WITHOUT
 
 
 @asynccontextmanager
@@ -15,11 +35,19 @@ async def way_out(
     """The variables (`HTTP_PROXY`, …; {} = there is no network) by which programs of the sandbox get out.
 
     Args:
-        mode: `no-network`, `allowlist` or `public`, of the agent, the verifier or the environment; None = none.
+        mode: `no-network`, `allowlist` or `public`, of an agent or a verifier; None = none.
         hosts: Of the allow-list.
 
     Raises:
         TaskError: `allowlist`, and the deployment lets tasks have no network.
     """
-    raise NotImplementedError
-    yield {}
+    if check(mode, hosts) or mode in (None, NO_NETWORK):
+        yield {}
+        return
+    async with (
+        Egress([EVERY_HOST] if mode == PUBLIC else hosts) as egress,
+        box.tunnel("127.0.0.1", egress.port) as tunnel,
+    ):
+        address, inside = f"http://127.0.0.1:{tunnel.port}", "localhost,127.0.0.1,::1"
+        told = {"HTTP_PROXY": address, "HTTPS_PROXY": address, "NO_PROXY": inside}
+        yield told | {name.lower(): value for name, value in told.items()}

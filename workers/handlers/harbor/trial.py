@@ -1,55 +1,123 @@
-"""What a Harbor task is on this node: its directory, image, working directory and environments."""
+"""What a Harbor task is on this node: its directory, image, working directory and variables."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from rollout.image_names import local_name
+from rollout.suites import SuiteError
+from rollout.suites.harbor.config import AgentConfig, User, VerifierConfig, resolved
+from rollout.suites.harbor.directory import StepDirectory, TaskDirectory, load
+from sandbox import paths
+from sandbox.errors import ImageError
+from sandbox.images import ImageStore
+from sandbox.images.environment import ImageConfig, image_config
 from sandbox.spec import Limits
+from services.settings import settings
+from workers.bundles import unpacked
+from workers.errors import TaskError
 from workers.handlers.base import Context
+from workers.handlers.harbor import network
+from workers.handlers.harbor.images import image_of
 from workers.handlers.harbor.task import HarborTask
 
 LOGS, AGENT_LOGS, VERIFIER_LOGS, ARTIFACTS = "/logs", "/logs/agent", "/logs/verifier", "/logs/artifacts"
 TESTS, SOLUTION = "/tests", "/solution"
+PASSWD_BYTES = 256 << 10
+UNLIMITED_S = 1e8
+"""For an agent without a time limit of its own; RUN's holds."""
+_WORKDIR = re.compile(r"^\s*WORKDIR\s+(/[^\s$]*)\s*$", re.MULTILINE | re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A task, ready to be run. The same in each stage: it is made of the bundle and the image alone."""
+    """A task, ready to be run. The same in each stage: it is made of bundle, image and settings alone."""
 
     task: HarborTask
-    directory: Any
-    """`rollout.suites.harbor.directory.TaskDirectory`."""
+    directory: TaskDirectory
     image: str
     """Name of the image here, for `Sandboxes`."""
     rootfs: Path
     """The image as this node has unpacked it; read it as hostile."""
+    declared: ImageConfig
+    """What the image says of itself: user, working directory, variables."""
     workdir: str
-    agent_env: Mapping[str, str]
-    """`[environment].env` resolved, with HOME, USER and LOGNAME of `agent.user`."""
-    limits: Limits = field(default_factory=Limits)
-    """Of the sandbox, also of a fresh one that verifies."""
+    given: Mapping[str, str]
+    """What `${NAME}` may be: variables of the worker that the deployment names."""
+
+    @property
+    def limits(self) -> Limits:
+        """Of the sandbox, and of the fresh ones that verify; the node's host refuses more than it allows."""
+        wanted = self.directory.config.environment
+        return Limits(memory_mb=wanted.memory_mb, disk_mb=wanted.storage_mb)
 
     @property
     def sandbox(self) -> dict[str, Any]:
-        """Options of `ctx.sandboxes.boot`, `fresh` and `warm`, the same for each, so that one pool serves all."""
+        """Options of `ctx.sandboxes.boot`, `fresh` and `warm`, the same for all, for one warm pool."""
         return {"image": self.image, "network": "none", "limits": self.limits}
 
     def timeout(self, seconds: float) -> float:
         """A limit of the task, times `timeout_multiplier`."""
         return seconds * self.task.timeout_multiplier
 
-    def environment(self, user: str | int | None = None, *more: Mapping[str, str]) -> dict[str, str]:
-        """Variables for a program of the task: `[environment].env`, an account's, and `more`, each resolved
-        (`${VAR:-default}`). For `exec(env=…)` of what is no agent's: pass `config.verifier.user` and
-        `config.verifier.env`.
+    def network(self, part: AgentConfig | VerifierConfig) -> tuple[str, tuple[str, ...]]:
+        """Mode and hosts of the agent or a verifier, for `network.way_out`."""
+        environment = self.directory.config.environment
+        of = part if part.network_mode else environment
+        return of.network_mode or network.PUBLIC, of.allowed_hosts or ()
+
+    def environment(self, user: User = None, *more: Mapping[str, str]) -> dict[str, str]:
+        """Variables for a program: an account's, `[environment].env`, and `more`, all resolved.
 
         Raises:
-            TaskError: A variable without a value or default, or a user whom the image does not know.
+            TaskError: One has neither value nor default, or the image does not know the user.
         """
-        raise NotImplementedError
+        variables = account(self.rootfs, self.declared.user or "root", user)
+        for env in (self.directory.config.environment.env, *more):
+            variables |= self.resolved(env)
+        return variables
+
+    def resolved(self, env: Mapping[str, str], where: str = "env") -> dict[str, str]:
+        """Texts with what they refer to put in.
+
+        Raises:
+            TaskError: There is neither a value nor a default; `where` names the field.
+        """
+        try:
+            return resolved(env, self.given, where)
+        except SuiteError as error:
+            raise TaskError(f"{error}; ROLLOUT_TASK_VARIABLES names what tasks are given") from error
+
+    def agent_s(self, step: StepDirectory) -> float:
+        """Seconds that the agent's turns may take in a step."""
+        return self.timeout(step.agent.timeout_sec) if step.agent.timeout_sec else UNLIMITED_S
+
+    def inside(self, path: str) -> str:
+        """A path of the task's as one of the sandbox."""
+        return str(PurePosixPath(self.workdir, path))
+
+    def warnings(self, *, by_program: bool = False) -> list[str]:
+        """What is not done as the task has it.
+
+        Raises:
+            TaskError: It wants a network that the deployment does not give.
+        """
+        lines, config = list(self.directory.warnings), self.directory.config
+        parts = [part for step in self.directory.steps for part in (step.agent, step.verifier)]
+        if any(part.user is not None for part in parts):
+            lines.append("users are not kept apart: all processes of a sandbox have one uid")
+        if config.environment.cpus is not None:
+            lines.append(f"environment.cpus = {config.environment.cpus:g} is not enforced")
+        if by_program and self.network(parts[0])[0] == network.PUBLIC:
+            lines.append("network_mode public: a program that drives the turns has no network but its model")
+        lines += filter(None, (network.check(*self.network(part)) for part in parts))
+        return list(dict.fromkeys(lines))
 
 
 async def trial_of(ctx: Context[HarborTask]) -> Trial:
@@ -57,14 +125,78 @@ async def trial_of(ctx: Context[HarborTask]) -> Trial:
 
     Raises:
         TaskError: The bundle is nowhere, or its task cannot be run here; the message names the remedy.
+        ImageError: This node cannot unpack the image.
     """
-    raise NotImplementedError
+    path = await unpacked(ctx.task.bundle, ctx.rollout_id)
+    try:
+        directory = await asyncio.to_thread(load, path)
+    except SuiteError as error:
+        raise TaskError(str(error).replace(f"{path}/", "")) from error
+    image = ctx.task.image and local_name(ctx.task.image)
+    image = image or await image_of(directory.config.environment, directory.environment)
+    names = filter(None, (name.strip() for name in settings().task_variables.split(",")))
+    given = {name: os.environ[name] for name in names if name in os.environ}
+    try:
+        return await asyncio.to_thread(_trial, ctx.task, directory, image, given)
+    except ImageError as error:
+        if ctx.task.image:
+            raise TaskError(f"image: {error}") from error
+        raise
 
 
-async def image_of(config: Any, context: Path, override: str | None = None) -> str:
-    """Name of the image of an `[environment]` (or `[verifier.environment]`), built where that is permitted.
+def _trial(task: HarborTask, directory: TaskDirectory, image: str, given: Mapping[str, str]) -> Trial:
+    store = ImageStore()
+    rootfs, declared = store.rootfs(image, paths.sandbox_user()), image_config(store.find(image))
+    workdir = directory.config.environment.workdir or declared.workdir
+    if workdir == "/":
+        # What Harbor's own Apptainer environment does, which knows no image's directory.
+        dockerfile = directory.environment / "Dockerfile"
+        named = _WORKDIR.findall(dockerfile.read_text(errors="replace")) if dockerfile.is_file() else []
+        app = ["/app"] if (rootfs / "app").is_dir() and not (rootfs / "app").is_symlink() else []
+        workdir = [*named[-1:], *app, "/"][0]
+    return Trial(task, directory, image, rootfs, declared, workdir, given)
+
+
+def account(rootfs: Path, default: str, user: User = None) -> dict[str, str]:
+    """HOME, USER and LOGNAME of a user, as the image's /etc/passwd has them.
+
+    Args:
+        default: Of the image, where `user` is None.
 
     Raises:
-        TaskError: It is not here, and must not or cannot be built.
+        TaskError: A name that it does not know.
     """
-    raise NotImplementedError
+    wanted = str(default if user is None else user).partition(":")[0]
+    for line in _passwd(rootfs).splitlines():
+        fields = line.split(":")
+        if len(fields) == 7 and wanted in (fields[0], fields[2]) and "\0" not in line:
+            # A home of another's, as of root in a directory that root unpacked, is none.
+            home = {"HOME": fields[5]} if user is not None or _is_ours(rootfs, fields[5]) else {}
+            return {**home, "USER": fields[0], "LOGNAME": fields[0]}
+    if user is None or wanted.isdigit():
+        return {}
+    raise TaskError(f"user {user!r} is not in /etc/passwd of the task's image")
+
+
+def _is_ours(rootfs: Path, home: str) -> bool:
+    place = PurePosixPath(home)
+    if not place.is_absolute() or ".." in place.parts:
+        return False
+    try:
+        return (rootfs / place.relative_to("/")).lstat().st_uid == (paths.sandbox_user() or os.geteuid())
+    except OSError:
+        return False
+
+
+def _passwd(rootfs: Path) -> str:
+    """No link of the image is followed."""
+    try:
+        etc = os.open(rootfs / "etc", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fd = os.open("passwd", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=etc)
+        finally:
+            os.close(etc)
+        with os.fdopen(fd, "rb") as file:
+            return (file.read(PASSWD_BYTES) or b"").decode(errors="replace")
+    except OSError:
+        return ""

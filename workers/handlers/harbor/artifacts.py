@@ -1,0 +1,61 @@
+"""Files that a task wants to be kept (`artifacts`), as texts beside the trajectory."""
+
+from __future__ import annotations
+
+from rollout.suites.harbor.directory import StepDirectory
+from sandbox.client import SandboxClient
+from sandbox.errors import SandboxRequestError
+from workers.handlers.base import EvalContext, RunContext
+from workers.handlers.harbor.task import HarborTask
+from workers.handlers.harbor.trial import ARTIFACTS, Trial
+
+MOST_FILES, MAX_FILE_BYTES, MAX_BYTES = 50, 256 << 10, 1 << 20
+
+
+async def keep_artifacts(
+    ctx: RunContext[HarborTask] | EvalContext[HarborTask], trial: Trial, step: StepDirectory
+) -> None:
+    """Keep the texts among a task's artifacts, and those in `/logs/artifacts`, as `artifacts/NAME`.
+
+    What is no text, too long or too much is left out, and told by the metric `artifacts_left_out`.
+    """
+    assert ctx.sandbox is not None
+    places = [
+        trial.inside(wanted.source) for wanted in (*trial.directory.config.artifacts, *step.config.artifacts)
+    ]
+    kept, left_out = 0, 0
+    for place in dict.fromkeys([*places, ARTIFACTS]):
+        for path in await _files(ctx.sandbox, place):
+            text = await _text(ctx.sandbox, path)
+            name = "/".join(filter(None, ("artifacts", step.name, path.removeprefix(ARTIFACTS).strip("/"))))
+            if text is None or kept + len(text.encode()) > MAX_BYTES:
+                left_out += 1
+                continue
+            kept += len(text.encode())
+            ctx.artifacts[name] = text
+    if left_out:
+        ctx.metrics["artifacts_left_out"] = ctx.metrics.get("artifacts_left_out", 0) + left_out
+
+
+async def _files(box: SandboxClient, place: str) -> list[str]:
+    """A file, or those in a directory and one below it."""
+    found: list[str] = []
+    pending = [(place, 2)]
+    while pending and len(found) < MOST_FILES:
+        path, depth = pending.pop()
+        try:
+            kind = (await box.stat(path, follow=False)).kind
+            if kind == "file":
+                found.append(path)
+            elif kind == "directory" and depth:
+                pending += [(f"{path}/{entry.name}", depth - 1) for entry in await box.list_dir(path)]
+        except SandboxRequestError:
+            continue
+    return sorted(found)[:MOST_FILES]
+
+
+async def _text(box: SandboxClient, path: str) -> str | None:
+    try:
+        return (await box.read_file(path, MAX_FILE_BYTES)).decode()
+    except (SandboxRequestError, UnicodeDecodeError):
+        return None

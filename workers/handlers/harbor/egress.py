@@ -1,0 +1,209 @@
+"""A proxy on the worker by which programs of one sandbox reach some hosts, and nothing of the operator's.
+
+It takes `CONNECT` and requests with a whole URL (`GET http://host/…`), as programs send that know `HTTP_PROXY`.
+A name is resolved here, once, its addresses are checked, and the connection goes to one that was checked: a name
+that changes its mind leads nowhere else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from urllib.parse import urlsplit
+
+import structlog
+
+from services.webhook_address import AddressRefused, AllowedAddresses
+
+HEAD_BYTES = PIECE_BYTES = 64 << 10
+HEAD_S, CONNECT_S = 60.0, 20.0
+IDLE_S = 600.0
+"""Without a byte in either direction a connection is ended."""
+MOST_CONNECTIONS = 256
+EVERY_HOST = "*"
+
+Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
+"""Addresses of a name, best first. Raises OSError."""
+
+log = structlog.get_logger("egress")
+
+
+class Refused(Exception):
+    """The proxy's own answer: a status of HTTP and why."""
+
+
+async def resolve(host: str, port: int) -> Sequence[str]:
+    """As the worker's machine does it."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def is_public(host: str, address: str) -> bool:
+    """Whether an address is routed on the internet, and leads to none that is not."""
+    try:
+        AllowedAddresses("public").check_address(host, ip_address(address.partition("%")[0]))
+    except (AddressRefused, ValueError):
+        return False
+    return True
+
+
+class Egress:
+    """The proxy, while the block lasts."""
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        resolver: Resolver = resolve,
+        is_allowed: Callable[[str, str], bool] = is_public,
+    ) -> None:
+        """
+        Args:
+            hosts: `example.org` is that host alone, `*.example.org` and `.example.org` are those below it, an
+                address or network is what is asked for by such an address; `*` = every host.
+            resolver, is_allowed: Others are for tests.
+        """
+        self._hosts = {host.lower().rstrip(".") for host in hosts}
+        self._below = tuple(host.removeprefix("*") for host in self._hosts if host.startswith(("*.", ".")))
+        self._networks = [network for host in self._hosts if (network := _network(host)) is not None]
+        self._resolver, self._is_allowed = resolver, is_allowed
+        self._open: set[asyncio.Task[None]] = set()
+        self.port = 0
+        """Of 127.0.0.1 on this machine."""
+        self.refused: set[str] = set()
+        """The first hundred hosts that were asked for and refused."""
+
+    async def __aenter__(self) -> Egress:
+        self._server = await asyncio.start_server(self._attend, "127.0.0.1", 0, limit=HEAD_BYTES)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._server.close()
+        for task in self._open:
+            task.cancel()
+        await asyncio.gather(*self._open, return_exceptions=True)
+
+    def knows(self, host: str) -> bool:
+        """Whether the list has it."""
+        host = host.lower().rstrip(".")
+        if EVERY_HOST in self._hosts or host in self._hosts or host.endswith(self._below or ("\0",)):
+            return True
+        asked = _network(host)
+        return asked is not None and any(
+            asked.version == network.version and asked.subnet_of(network)  # type: ignore[arg-type]
+            for network in self._networks
+        )
+
+    async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._open.add(task)
+        try:
+            if len(self._open) > MOST_CONNECTIONS:
+                raise Refused(503, f"more than {MOST_CONNECTIONS} connections at once")
+            async with asyncio.timeout(HEAD_S):
+                host, port, first = _target(await reader.readuntil(b"\r\n\r\n"))
+            out_reader, out_writer = await self._connect(host, port)
+            try:
+                out_writer.write(first)
+                if not first:
+                    writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+                await _join(reader, writer, out_reader, out_writer)
+            finally:
+                out_writer.transport.abort()
+        except Refused as refusal:
+            status, why = refusal.args
+            head = f"HTTP/1.1 {status} Refused\r\nContent-Type: text/plain\r\nConnection: close\r\n\r\n"
+            with contextlib.suppress(OSError):
+                writer.write(f"{head}{why}\n".encode())
+                await writer.drain()
+        except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError):
+            pass  # the program is gone, or does not say what it wants
+        finally:
+            self._open.discard(task)
+            writer.close()
+
+    async def _connect(self, host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if not self.knows(host):
+            raise self._refusal(host, "is not among the hosts that this task may reach")
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                addresses = await self._resolver(host, port)
+                # One that is not public among them is a trick, or a machine of the operator's.
+                if not addresses or not all(self._is_allowed(host, address) for address in addresses):
+                    raise self._refusal(host, "has an address that is not public")
+                return await asyncio.open_connection(addresses[0], port)
+        except (OSError, TimeoutError, UnicodeError) as error:
+            raise Refused(502, f"{host} port {port} cannot be reached: {error or 'no answer'}") from error
+
+    def _refusal(self, host: str, why: str) -> Refused:
+        if len(self.refused) < 100:
+            self.refused.add(host)
+        log.info("refused to lead a sandbox's program out", host=host[:255], why=why)
+        return Refused(403, f"{host} {why}")
+
+
+def _network(text: str) -> IPv4Network | IPv6Network | None:
+    """An address or a network; None = a name."""
+    try:
+        return ip_network(text)
+    except ValueError:
+        return None
+
+
+_OURS = ("proxy-", "connection:", "keep-alive:", "x-rollout-")
+"""Headers of a request that are not the server's, or are written anew; the last are the sandbox's own."""
+
+
+def _target(head: bytes) -> tuple[str, int, bytes]:
+    """Host, port and what goes there first: nothing, where the program has asked for a connection.
+
+    Raises:
+        Refused: The request is none for a proxy.
+    """
+    try:
+        first, *lines = head.decode("latin-1")[:-4].split("\r\n")
+        method, target, version = first.split(" ")
+        connects = method == "CONNECT"
+        parts = urlsplit(f"http://{target}" if connects else target)
+        host, port = parts.hostname, parts.port or (None if connects else 80)
+        if parts.scheme != "http" or not (host and port and version.startswith("HTTP/1.")):
+            raise ValueError("it names no host and port, or another scheme than http")
+    except ValueError as error:
+        raise Refused(400, f"this is a proxy, and the request is none for it: {error}") from None
+    if connects:
+        return host, port, b""
+    path = parts._replace(scheme="", netloc="", fragment="").geturl()
+    kept = [line for line in lines if not line.lower().startswith(_OURS)]
+    # One request a connection; its body follows as it comes.
+    told = [f"{method} /{path.removeprefix('/')} HTTP/1.1", *kept, "Connection: close", "", ""]
+    return host, port, "\r\n".join(told).encode("latin-1")
+
+
+async def _join(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    out_reader: asyncio.StreamReader,
+    out_writer: asyncio.StreamWriter,
+) -> None:
+    """Copy in both directions until the side outside ends, or nobody has said anything for long."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(IDLE_S) as idle:
+
+        async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+            while data := await source.read(PIECE_BYTES):
+                target.write(data)
+                await target.drain()
+                idle.reschedule(loop.time() + IDLE_S)
+            with contextlib.suppress(OSError):
+                target.write_eof()
+
+        saying = asyncio.create_task(copy(reader, out_writer))
+        try:
+            await copy(out_reader, writer)
+        finally:
+            saying.cancel()
+            await asyncio.gather(saying, return_exceptions=True)

@@ -1,0 +1,74 @@
+"""What is done in a sandbox before an agent comes: directories, files of a step, health."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+
+from rollout.suites.harbor.config import HealthcheckConfig
+from rollout.suites.harbor.directory import StepDirectory
+from sandbox.client import BashResult, SandboxClient
+from workers.handlers.harbor.trial import AGENT_LOGS, ARTIFACTS, VERIFIER_LOGS, Trial
+
+TAIL = 2000
+"""Characters of a command's output in an error."""
+
+
+class NotReady(Exception):
+    """The sandbox is not as the task wants it; the message says what failed."""
+
+
+async def lay_out(box: SandboxClient, trial: Trial) -> None:
+    """Make the directories that Harbor promises, and have the shell stand in the working directory."""
+    places = " ".join(map(shlex.quote, (AGENT_LOGS, VERIFIER_LOGS, ARTIFACTS, trial.workdir)))
+    result = await box.bash(f"mkdir -p -m 777 {places} && cd {shlex.quote(trial.workdir)}")
+    _require(result, "the directories cannot be made")
+
+
+async def begin(box: SandboxClient, trial: Trial, step: StepDirectory) -> None:
+    """Ready the sandbox for a step: its files, its `setup.sh`, its health.
+
+    By the agent's shell, so that what they start runs on.
+
+    Raises:
+        NotReady: One of them failed.
+    """
+    await box.bash(f"cd {shlex.quote(trial.workdir)}")
+    if step.workdir is not None:
+        await box.upload(step.workdir, trial.workdir)
+        if (step.workdir / "setup.sh").is_file():
+            limit = trial.timeout(trial.directory.config.environment.build_timeout_sec)
+            _require(await box.bash("bash ./setup.sh", limit), f"setup.sh of step {step.name}")
+    for check in (trial.directory.config.environment.healthcheck, step.healthcheck):
+        if check is not None:
+            await healthy(box, check)
+
+
+async def healthy(box: SandboxClient, check: HealthcheckConfig) -> None:
+    """Wait until a command says that the sandbox is well, as Docker's HEALTHCHECK counts.
+
+    Docker looks for the first time after an interval. Looking at once saves that time where all is well, so
+    that look counts only if it succeeds.
+
+    Raises:
+        NotReady: It failed `retries` times in a row, the start period left out.
+    """
+    clock = asyncio.get_running_loop().time
+    began, failures, first = clock(), 0, True
+    command = f"bash -c {shlex.quote(check.command)} </dev/null"
+    while True:
+        result = await box.bash(command, check.timeout_sec)
+        if result.exit_code == 0 and not result.timed_out:
+            return
+        starting = clock() - began < check.start_period_sec
+        failures += not (starting or first)
+        if failures >= check.retries:
+            _require(result, f"the healthcheck failed {failures} times: {check.command}")
+        first = False
+        await asyncio.sleep(check.start_interval_sec if starting else check.interval_sec)
+
+
+def _require(result: BashResult, what: str) -> None:
+    if result.exit_code != 0 or result.timed_out:
+        how = "took too long" if result.timed_out else f"exit code {result.exit_code}"
+        raise NotReady(f"{what}: {how}: …{result.output[-TAIL:]}")

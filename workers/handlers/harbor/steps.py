@@ -1,0 +1,173 @@
+"""Tasks with `[[steps]]`: one sandbox, one conversation, each step verified before the next one is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from rollout.suites.harbor.directory import StepDirectory
+from rollout.trajectory import FinishReason, Message
+from workers.agent.parsing import ParsedTurn
+from workers.agent.tools import Tool
+from workers.agent.turns import RunDiverged
+from workers.handlers.base import EvalContext, Reward, RunContext
+from workers.handlers.harbor import solution, verifier
+from workers.handlers.harbor.artifacts import keep_artifacts
+from workers.handlers.harbor.opening import opening, told
+from workers.handlers.harbor.ready import NotReady, begin
+from workers.handlers.harbor.task import HarborTask
+from workers.handlers.harbor.trial import Trial
+
+NOTES = "steps"
+"""The artifact: what RUN found of each step, for EVAL, which may be in another process."""
+Ctx = RunContext[HarborTask]
+Turns = Callable[[Ctx, Trial, StepDirectory], AbstractAsyncContextManager[Sequence[Tool]]]
+
+
+async def play(ctx: Ctx, trial: Trial, turns: Turns) -> FinishReason:
+    """The turns of all steps, up to one that does not earn what it must.
+
+    Raises:
+        RunDiverged: A worker was lost on the way. What it has verified is of a sandbox that has changed
+            since, so the attempt begins anew.
+    """
+    if ctx.spent_s:
+        raise RunDiverged("a task with steps begins anew where its worker was lost")
+    talk = Talk(ctx)
+    reason = FinishReason.STOP
+    for number, step in enumerate(trial.directory.steps):
+        if number and not await _ready(ctx, trial, step):
+            break
+        _note(ctx, number, {"step": step.name, "reward": None})
+        messages = [told(trial, step)] if number else opening(trial, step)
+        try:
+            async with turns(ctx, trial, step) as tools, asyncio.timeout(trial.agent_s(step)) as limit:
+                reason = await talk.go_on(messages, tools)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            # Between a turn and its answers nothing else can be said, so it is the last step.
+            reason = FinishReason.TIME_LIMIT
+        if not await _verified(ctx, trial, step) or reason is not FinishReason.STOP:
+            break
+    return reason
+
+
+async def solve(ctx: Ctx, trial: Trial) -> FinishReason:
+    """The solutions of all steps, as `play` does an agent's turns."""
+    for number, step in enumerate(trial.directory.steps):
+        if number and not await _ready(ctx, trial, step):
+            break
+        await solution.solve(ctx, trial, step)
+        if not await _verified(ctx, trial, step):
+            break
+    return FinishReason.STOP
+
+
+async def evaluate(ctx: EvalContext[HarborTask], trial: Trial) -> Reward:
+    """The score of all steps that were played. One that RUN's end has cut off is verified here."""
+    cut_off = next((at for at, note in enumerate(_notes(ctx)) if note["reward"] is None), None)
+    if cut_off is not None or not _notes(ctx):
+        await _verified(ctx, trial, trial.directory.steps[cut_off or 0])
+    notes = _notes(ctx)
+    # As in Harbor: what was not reached does not count.
+    counted = notes[-1:] if trial.directory.config.multi_step_reward_strategy == "final" else notes
+    names = dict.fromkeys(name for note in counted for name in note["rewards"])
+    components = {
+        name: sum(note["rewards"].get(name, 0.0) for note in counted) / len(counted) for name in names
+    }
+    components |= {f"step.{note['step']}": note["reward"] for note in notes}
+    ctx.metrics["steps_played"] = len(notes)
+    return Reward(sum(note["reward"] for note in counted) / len(counted), components)
+
+
+def _notes(ctx: Any) -> list[dict[str, Any]]:
+    return json.loads(ctx.artifacts.get(NOTES, "[]"))
+
+
+def _note(ctx: Any, number: int, note: dict[str, Any]) -> None:
+    ctx.artifacts[NOTES] = json.dumps([*_notes(ctx)[:number], note])
+
+
+async def _ready(ctx: Ctx, trial: Trial, step: StepDirectory) -> bool:
+    """Ready the sandbox for a further step; False: that failed.
+
+    An agent had the sandbox before, so a failure drops no sample: the steps end, and are scored.
+    """
+    assert ctx.sandbox is not None
+    try:
+        await ctx.sandbox.setup(trial.environment(step.agent.user))
+        await begin(ctx.sandbox, trial, step)
+    except NotReady as error:
+        ctx.agent.trajectory.warnings.append(f"the steps end before {step.name}: {error}")
+        return False
+    return True
+
+
+async def _verified(ctx: Ctx | EvalContext[HarborTask], trial: Trial, step: StepDirectory) -> bool:
+    """Verify a step and note what it earned; whether that is enough for the next one."""
+    await keep_artifacts(ctx, trial, step)
+    verdict = await verifier.verify(ctx, trial, step)
+    note = {"step": step.name, "reward": verdict.reward, "rewards": verdict.rewards}
+    _note(ctx, trial.directory.steps.index(step), note)
+    least = step.config.min_reward
+    if isinstance(least, dict):
+        return all(verdict.rewards.get(name, float("-inf")) >= value for name, value in least.items())
+    return least is None or verdict.reward >= least
+
+
+class Talk:
+    """A conversation of several steps, with what `AgentLoop.run` does in one."""
+
+    def __init__(self, ctx: Ctx) -> None:
+        self._agent, self._limits, self._sandbox = ctx.agent, ctx.limits, ctx.sandbox
+        self._turns = self._malformed = self._repeated = 0
+        self._last: object = None
+        self._answers: list[Message] = []
+        """Of the last turn's tools; told with the next step's instruction."""
+
+    async def go_on(self, messages: list[Message], tools: Sequence[Tool]) -> FinishReason:
+        """Turns until the agent is done with a step, or may go on no more."""
+        agent, limits = self._agent, self._limits
+        if not self._turns:
+            await agent.start(messages, tools)
+        elif not agent.append([*self._answers, *messages]):
+            return FinishReason.CONTEXT_LENGTH
+        while self._turns < limits.max_turns:
+            if agent.budget <= 0:
+                return self._exhausted()
+            turn, completion = await agent.query()
+            self._turns += 1
+            if completion.finish_reason == "length":
+                return FinishReason.LENGTH if agent.budget > 0 else self._exhausted()
+            observations = await agent.act(turn, self._sandbox)
+            self._answers = agent.answers(turn, observations)
+            agent.trajectory.unread = self._answers
+            if not observations or observations[-1].finished:
+                return FinishReason.STOP
+            if ended := self._stuck(turn, self._answers):
+                return ended
+            if self._turns < limits.max_turns and not agent.append(self._answers):
+                return FinishReason.CONTEXT_LENGTH
+        return FinishReason.TURN_LIMIT
+
+    def _stuck(self, turn: ParsedTurn, answers: list[Message]) -> FinishReason | None:
+        self._malformed = 0 if turn.message.tool_calls else self._malformed + 1
+        action = (
+            [(call.name, call.arguments) for call in turn.message.tool_calls],
+            [a.text for a in answers],
+        )
+        self._repeated = self._repeated + 1 if action == self._last else 1
+        self._last = action
+        if self._malformed >= self._limits.max_malformed_calls:
+            return FinishReason.MALFORMED_CALLS
+        most = self._limits.max_repeated_actions
+        return FinishReason.REPEATED_ACTIONS if most is not None and self._repeated >= most else None
+
+    def _exhausted(self) -> FinishReason:
+        most = self._limits.max_response_tokens
+        spent = most is not None and self._agent.trajectory.sampled_tokens >= most
+        return FinishReason.TOKEN_LIMIT if spent else FinishReason.CONTEXT_LENGTH
