@@ -384,10 +384,10 @@ class SandboxClient:
         """Save a directory (`.` is the workspace) as a local .tar.gz file. Unpack it as hostile input."""
         return await self._transfer(transfer.pack, path, local_file, exclude, max_bytes)
 
-    async def note_tree(self, path: str, *, exclude: Sequence[str] = ()) -> int:
-        """Have the sandbox's server remember what every file below a directory is; answers how many."""
-        reply = await self._ask("note_tree", transfer.PIECE_TIMEOUT_S, path=path, exclude=list(exclude))
-        return reply["entries"]
+    async def note_tree(self, path: str, *, exclude: Sequence[str] = (), directories: bool = False) -> int:
+        """Have the sandbox's server remember each file (and directory) below another; answers how many."""
+        fields = {"path": path, "exclude": list(exclude), "directories": directories}
+        return (await self._ask("note_tree", transfer.PIECE_TIMEOUT_S, **fields))["entries"]
 
     async def changed_tree(self, path: str) -> TreeChanges:
         """What became of a directory since `note_tree`. No change of content can be hidden: it goes by inode

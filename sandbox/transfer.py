@@ -56,20 +56,20 @@ class FileInfo:
 
 @dataclasses.dataclass(frozen=True)
 class TreeEntry:
-    """A file or symbolic link that is not what it was."""
+    """A file, a symbolic link, or a directory where those were noted too, that is not what it was."""
 
     path: str
     """Below the directory; bytes that are not UTF-8 are surrogates, as `os.fsdecode` has it."""
     kind: str
-    """`file` or `link`."""
+    """`file`, `link` or `directory`."""
     size: int
     """Bytes."""
     mode: int
     """Permission bits."""
     link: str
-    """Where a link leads; "" for a file."""
+    """Where a link leads; "" for anything else."""
     new: bool
-    """Nothing, or a directory, was there when the tree was noted."""
+    """Nothing, or a directory that was not noted, was there when the tree was noted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class TreeChanges:
 
     changed: list[TreeEntry]
     removed: list[str]
-    """Paths of files and links that are gone."""
+    """Paths of what is gone."""
 
 
 def upload(

@@ -25,21 +25,22 @@ class Trees:
     def op_note_tree(self, request, connection):
         path = os.path.join(self._workspace, request["path"])
         exclude = frozenset(request.get("exclude") or ())
+        directories = bool(request.get("directories"))
         noted = {}
-        for name, _, info in _walk(path, exclude, heal=False):
+        for name, _, info in _walk(path, exclude, directories, heal=False):
             if len(noted) >= MAX_NOTED:
                 raise RequestError("more than %d files below %s" % (MAX_NOTED, path))
             noted[name] = _identity(info)
-        self._noted[path] = (exclude, noted)
+        self._noted[path] = (exclude, directories, noted)
         return {"entries": len(noted)}
 
     def op_changed_tree(self, request, connection):
         path = os.path.join(self._workspace, request["path"])
         if path not in self._noted:
             raise RequestError("%s was not noted before" % path)
-        exclude, noted = self._noted[path]
+        exclude, directories, noted = self._noted[path]
         changed, seen = [], set()
-        for name, entry, info in _walk(path, exclude, heal=True):
+        for name, entry, info in _walk(path, exclude, directories, heal=True):
             seen.add(name)
             if noted.get(name) != _identity(info):
                 changed.append(_described(name, entry, info, name not in noted))
@@ -54,10 +55,11 @@ def _check_count(count, path):
         raise RequestError("more than %d files are not what they were below %s" % (MAX_CHANGED, path))
 
 
-def _walk(root, exclude, heal):
-    """Name below the root, entry and stat of each file and link. `exclude`: names, and paths below the root.
+def _walk(root, exclude, directories, heal):
+    """Name below the root, entry and stat of each file and link, and of each directory if they are asked for.
 
-    `heal`: make readable what its owner has made unreadable.
+    `exclude`: names wherever they are, and paths below the root, with a `/` before them or without. `heal`:
+    make readable what its owner has made unreadable.
     """
     pending = [""]
     while pending:
@@ -76,11 +78,13 @@ def _walk(root, exclude, heal):
             continue  # another user's: nobody in here could have changed what is in it
         for entry in entries:
             name = os.path.join(directory, entry.name)
-            if entry.name in exclude or name in exclude:
+            if entry.name in exclude or name in exclude or "/" + name in exclude:
                 continue
             info = entry.stat(follow_symlinks=False)
             if stat.S_ISDIR(info.st_mode):
                 pending.append(name)
+                if directories:
+                    yield name, entry, info
             elif stat.S_ISREG(info.st_mode):
                 if heal:
                     _make_readable(entry.path, info, stat.S_IRUSR)
@@ -95,15 +99,17 @@ def _make_readable(path, info, bits):
 
 
 def _identity(info):
+    if stat.S_ISDIR(info.st_mode):
+        return info.st_mode  # its times and size are those of what is in it
     return info.st_dev, info.st_ino, info.st_ctime_ns, info.st_size, info.st_mode
 
 
 def _described(name, entry, info, new):
-    is_link = stat.S_ISLNK(info.st_mode)
+    is_link, is_directory = stat.S_ISLNK(info.st_mode), stat.S_ISDIR(info.st_mode)
     return {
         "path": name,
-        "kind": "link" if is_link else "file",
-        "size": info.st_size,
+        "kind": "link" if is_link else "directory" if is_directory else "file",
+        "size": 0 if is_directory else info.st_size,
         "mode": stat.S_IMODE(info.st_mode),
         "link": os.readlink(entry.path) if is_link else "",
         "new": new,

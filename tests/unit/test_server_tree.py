@@ -87,3 +87,29 @@ def test_a_link_in_the_place_of_the_directory_is_not_followed(trees, root):
 def test_a_directory_that_was_not_noted_is_refused_by_name(trees, tmp_path):
     with pytest.raises(Exception, match="other was not noted"):
         trees.op_changed_tree({"path": "other"}, None)
+
+
+def test_directories_are_told_where_they_are_asked_for(trees, root):
+    asked = {"path": str(root), "exclude": ["/skip"], "directories": True}
+    assert trees.op_note_tree(asked, None) == {"entries": 13}
+    (root / "a/two").unlink()  # which changes the time of the directory, and is no change of it
+    (root / "empty").mkdir(mode=0o711)
+    (root / "deep/.git").chmod(0o700)
+    (root / "link").unlink()
+    (root / "link").mkdir()
+    changed, removed = changes(trees, root)
+    assert {name: (entry["kind"], entry["new"]) for name, entry in changed.items()} == {
+        "empty": ("directory", True),
+        "deep/.git": ("directory", False),
+        "link": ("directory", False),
+    }
+    assert (changed["empty"]["mode"], removed) == (0o711, {"a/two"})
+
+
+def test_a_name_with_a_slash_before_it_is_left_out_below_the_root_alone(trees, root):
+    trees.op_note_tree({"path": str(root), "exclude": ["/b", "/deep/.git"]}, None)
+    (root / "a/b").mkdir()
+    (root / "a/b/new").write_text("")
+    (root / "b/new").write_text("")
+    (root / "deep/.git/new").write_text("")
+    assert set(changes(trees, root)[0]) == {"a/b/new"}
