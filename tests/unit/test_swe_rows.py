@@ -30,6 +30,7 @@ BENCH = {
 GYM = {key: value for key, value in BENCH.items() if key != "environment_setup_commit"} | {
     "instance_id": "getmoto__moto-7365",
     "repo": "getmoto/moto",
+    "version": "4.2",
     "FAIL_TO_PASS": ["tests/test_a.py::test_x"],
     "PASS_TO_PASS": [],
 }
@@ -79,7 +80,8 @@ def read(row: dict[str, Any]) -> Any:
             SMITH,
             "swe-smith",
             "swebench/swesmith.x86_64.oauthlib_1776_oauthlib.1fd52536",
-            "pytest -rA --tb=no --disable-warnings --color=no tests/test_a.py",
+            "source /opt/miniconda3/bin/activate; conda activate testbed; "
+            "pytest --disable-warnings --color=no --tb=no --verbose",
         ),
         (
             R2E,
@@ -133,14 +135,17 @@ def test_an_eval_script_is_run_as_it_is_with_its_tests_apart() -> None:
     script = f"{begin}\npytest -rA a\n: '>>>>> End Test Output'\n"
     spec = spec_of(read(BENCH | {"eval_script": script, "log_parser": "parse_log_requests"}))
     assert (spec.install, spec.test_script) == (["cd /testbed"], "pytest -rA a")
-    assert (spec.log_parser, spec.applies_test_patch) == ("parse_log_requests", True)
+    assert (spec.log_parser, spec.one_script) == ("parse_log_requests", True)
 
 
 @pytest.mark.parametrize(
     ("row", "words"),
     [
         (BENCH | {"eval_script": "pytest"}, "eval_script: needs one line"),
-        (GYM | {"repo": "some/where"}, r"'some/where'.*`spec\.test_cmd`"),
+        (GYM | {"repo": "some/where"}, r"'some/where'.*SWE-Gym/SWE-Bench-Fork@\w+.*`spec\.test_cmd`"),
+        (BENCH | {"version": "77.1"}, r"version '77\.1' of 'psf/requests'.*swebench 4\.1\.0.*`spec\."),
+        (SMITH | {"repo": "swesmith/redis__redis.12345678"}, r"swesmith 0\.0\.9"),
+        (R2E | {"repo_name": "mypy"}, r"R2E-Gym/R2E-Gym@"),
     ],
 )
 def test_a_row_that_nothing_can_be_run_of_is_refused(row: dict[str, Any], words: str) -> None:
@@ -149,7 +154,8 @@ def test_a_row_that_nothing_can_be_run_of_is_refused(row: dict[str, Any], words:
 
 
 def test_django_is_given_modules_and_no_files() -> None:
-    row = BENCH | {"repo": "django/django", "test_patch": TEST_PATCH.replace("test_a", "admin/test_a")}
+    patch = TEST_PATCH.replace("test_a", "admin/test_a")
+    row = BENCH | {"repo": "django/django", "version": "3.2", "test_patch": patch}
     spec = spec_of(read(row))
     assert spec.test_script.endswith("--parallel 1 admin.test_a")
     assert spec.recorder is False

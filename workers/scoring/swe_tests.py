@@ -10,6 +10,7 @@ import re
 import sys
 import tempfile
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,33 @@ def _grading() -> Any:
         sys.modules[name] = package
     from swebench.harness import grading
 
+    grading.PARSER_REGISTRY.update({parser: partial(_read, forms) for parser, forms in SMITH_PARSERS.items()})
     return grading
+
+
+_WORDS = "FAILED|PASSED|SKIPPED|ERROR|XFAIL"
+SMITH_PARSERS = {
+    "swesmith.PythonProfile": [rf"(?P<name>\S+)\s+(?P<status>{_WORDS})"],
+    "swesmith.AutogradAc044f0d": [rf"\[gw\d\]\s(?P<status>{_WORDS})\s(?P<name>\S+)"],
+    "swesmith.PythonSlugify872b3750": [r"(?P<name>[\w\-,.\s()']+)\s\.{3}\s(?P<status>ok|FAIL|ERROR)$"],
+    "swesmith.TornadoD5ac65c1": [
+        r"(?P<name>.*?) \.\.\. (?:.* \.\.\. )?(?P<status>ok)$",
+        r"(?P<name>.*?) \.\.\. (?P<status>skipped) ",
+        r"(?P<status>ERROR|FAIL):\s*(?P<name>\S+ \S+)",
+    ],
+}
+"""Forms of the lines that the profiles of SWE-smith read, by the name of a profile's class."""
+_STATUSES = {"ok": "PASSED", "FAIL": "FAILED", "skipped": "SKIPPED"}
+
+
+def _read(forms: list[str], log: str, _: Any) -> dict[str, str]:
+    """Status of each test, by the first form that is a line's; the last word of a test counts."""
+    compiled = [re.compile(form) for form in forms]
+    statuses = {}
+    for line in log.split("\n"):
+        if found := next(filter(None, (form.match(line) for form in compiled)), None):
+            statuses[found["name"]] = _STATUSES.get(found["status"], found["status"])
+    return statuses
 
 
 def has_parser(name: str) -> bool:

@@ -38,6 +38,8 @@ MAX_LOG_CHARS = 8_000_000
 MARGIN_S = 30.0
 MARGIN_SHARE = 0.2
 """So much of `eval_timeout_s` is kept for all but the tests, but no more than this share."""
+NO_INDEX = "export PIP_RETRIES=0"
+"""There is no network: what an installation asks of an index fails at once, as it would after ten seconds."""
 MAX_NAMED = 5
 """So many tests are named in a sentence."""
 CHANGED = "a test that fails was reported as passed: code under test changed pytest"
@@ -262,9 +264,9 @@ class _Run:
         if spec.install:
             state = f"{self._work}/state"
             keep = f'{{ declare -px; echo cd "$(printf %q "$PWD")"; }} > {state}'
-            await self._run("install", [*lines, *spec.install, keep], None)
-            if spec.applies_test_patch:
-                lines = [f". {state}"]  # the script has set this environment up
+            await self._run("install", [*lines, NO_INDEX, *spec.install, keep], None)
+            if spec.one_script:
+                lines = [f". {state}"]
         # Only now: code of the patch may have run before.
         await place(self._box, spec, self.specified)
         for path, source in falsified.sources.items() if falsified else ():

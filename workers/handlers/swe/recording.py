@@ -34,7 +34,7 @@ MAX_DASHES = 50
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f]|\[\d+m")
 _CLAIMS = re.compile(r"PASSED|XFAIL|SKIPPED")
 _COUNTED = re.compile(r"SKIPPED \[\d+\] ")
-_BEFORE = re.compile(r"(PASSED|XFAIL|SKIPPED) (.*)")
+_BEFORE = re.compile(r"(?:\[gw\d+\] (?:\[ *\d+%\] )?)?(PASSED|XFAIL|SKIPPED) (.*)")
 _AFTER = re.compile(r"(.*?) (PASSED|XFAIL|SKIPPED)(?: .*)?")
 
 

@@ -55,7 +55,7 @@ class SpecFields(BaseModel):
     """Runs the specified tests; `{files}` stands for the test files, which are appended without it."""
     log_parser: str | None = None
     """A name in `swebench.harness.log_parsers.PARSER_REGISTRY`."""
-    eval_type: Literal["pass_and_fail", "fail_only"] = "pass_and_fail"
+    eval_type: Literal["pass_and_fail", "fail_only"] | None = None
     test_timeout_s: float | None = Field(default=None, gt=0)
     """Seconds of the tests; None = what the rollout's `eval_timeout_s` leaves."""
     recorder: bool | None = None

@@ -1,17 +1,17 @@
 """What to do in an instance's image: where the repository lies, how its tests are run and read.
 
-Release 5 of the `swebench` package has no table of commands by repository and version any more: rows carry an
-`eval_script` instead, and that is what is run. For rows published before, and for SWE-Gym, the commands below
-are those of the harnesses they were validated with (swebench 4, `harness/constants/python.py`; SWE-Gym's fork
-of it). A row's own `spec` goes before all of it.
+A row's own `spec` goes before all of it, then the `eval_script` of rows since release 5 of `swebench`,
+then what the harness of the data set says of the repository at its version (`published`).
 """
 
 from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from workers.handlers.swe.published import Published, published
 from workers.handlers.swe.rows import Instance, files_of
 
 REPO_DIR = "/testbed"
@@ -23,60 +23,11 @@ ACTIVATE_R2E = ["if [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi"]
 START_MARK = ">>>>> Start Test Output"
 END_MARK = ">>>>> End Test Output"
 
-PYTEST = "pytest -rA"
-PYTEST_PARSER = "parse_log_pytest"
-DJANGO = "django/django"
-REPOSITORIES = {
-    "astropy/astropy": (
-        "pytest -rA -vv -o console_output_style=classic --tb=no",
-        "parse_log_astropy",
-    ),
-    DJANGO: (
-        "./tests/runtests.py --verbosity 2 --settings=test_sqlite --parallel 1",
-        "parse_log_django",
-    ),
-    "matplotlib/matplotlib": (PYTEST, "parse_log_matplotlib"),
-    "mwaskom/seaborn": ("pytest --no-header -rA", "parse_log_seaborn"),
-    "pallets/flask": (PYTEST, PYTEST_PARSER),
-    "psf/requests": (PYTEST, "parse_log_requests"),
-    "pydata/xarray": (PYTEST, PYTEST_PARSER),
-    "pylint-dev/pylint": (PYTEST, "parse_log_pylint"),
-    "pytest-dev/pytest": (PYTEST, PYTEST_PARSER),
-    "scikit-learn/scikit-learn": (PYTEST, "parse_log_scikit"),
-    "sphinx-doc/sphinx": ("tox --current-env -epy39 -v --", "parse_log_sphinx"),
-    "sympy/sympy": (
-        "PYTHONWARNINGS='ignore::UserWarning,ignore::SyntaxWarning' bin/test -C --verbose",
-        "parse_log_sympy",
-    ),
-    # Of Lite's development split and SWE-Gym:
-    "marshmallow-code/marshmallow": (PYTEST, PYTEST_PARSER),
-    "pvlib/pvlib-python": (PYTEST, PYTEST_PARSER),
-    "pydicom/pydicom": (PYTEST, "parse_log_pydicom"),
-    "pylint-dev/astroid": (PYTEST, PYTEST_PARSER),
-    "pyvista/pyvista": (PYTEST, PYTEST_PARSER),
-    "sqlfluff/sqlfluff": (PYTEST, PYTEST_PARSER),
-    "bokeh/bokeh": ("pytest -rA -n0", PYTEST_PARSER),
-    "conan-io/conan": ("pytest -n0 -rA", PYTEST_PARSER),
-    "dask/dask": ("pytest -n0 -rA --color=no", PYTEST_PARSER),
-    "facebookresearch/hydra": ("pytest -n0 -rA --tb=long", PYTEST_PARSER),
-    "getmoto/moto": ("pytest -n0 -rA", PYTEST_PARSER),
-    "iterative/dvc": (PYTEST, PYTEST_PARSER),
-    "modin-project/modin": ("pytest -n0 -rA", PYTEST_PARSER),
-    "pandas-dev/pandas": ("pytest -rA --tb=long", PYTEST_PARSER),
-    "project-monai/monai": (PYTEST, PYTEST_PARSER),
-    "pydantic/pydantic": (
-        "pytest -rA --tb=short -vv -o console_output_style=classic --no-header",
-        PYTEST_PARSER,
-    ),
-    "python/mypy": ("pytest -n0 -rA", PYTEST_PARSER),
-}
-"""Command of the tests and parser of their log (of release 5's registry), by repository in lower case."""
-
 R2E_PARSER = "r2e"
 """For rows of R2E-Gym, whose results are not read by a parser of swebench."""
 
 CUTTING_PARSERS = {
-    *(PYTEST_PARSER, "parse_log_pytest_options", "parse_log_astroid", "parse_log_flask"),
+    *("parse_log_pytest", "parse_log_pytest_options", "parse_log_astroid", "parse_log_flask"),
     *("parse_log_marshmallow", "parse_log_matplotlib", "parse_log_pvlib", "parse_log_pydicom"),
     *("parse_log_pylint", "parse_log_pyvista", "parse_log_requests", "parse_log_seaborn"),
     *("parse_log_sqlfluff", "parse_log_xarray"),
@@ -112,8 +63,8 @@ class Spec:
     """Whether pytest tells its outcomes apart from its output."""
     test_files: list[str]
     """Paths the specified tests come from, as far as names tell."""
-    applies_test_patch: bool = False
-    """The `install` lines bring the test patch themselves (an `eval_script`)."""
+    one_script: bool = False
+    """The tests run in the shell that `install` leaves, as where all of it is one script."""
     test_timeout_s: float | None = None
 
 
@@ -129,36 +80,43 @@ def spec_of(instance: Instance) -> Spec:
     if setup is None:
         setup = ACTIVATE_R2E if instance.source == "r2e-gym" else ACTIVATE
     shell_setup = setup
-    _, usual_parser = REPOSITORIES.get(instance.repo.lower(), (PYTEST, PYTEST_PARSER))
-    parser = own.log_parser or instance.log_parser or usual_parser
     files = test_files(instance)
-    if instance.eval_script is not None and own.test_cmd is None:
-        (install, tests), brings_tests = _split(instance.eval_script), True
+    install, before = [*own.pre_install, *own.install], list(own.eval_commands)
+    parser, eval_type = own.log_parser or instance.log_parser, own.eval_type or instance.eval_type
+    if own.test_cmd is not None:
+        tests = _with_files(own.test_cmd, _directives(instance, files))
+    elif instance.eval_script is not None:
+        install, tests = _split(instance.eval_script)
         # The script makes its environment itself.
         setup = own.setup or []
     else:
-        install, brings_tests = [*own.pre_install, *own.install], False
-        tests = own.test_cmd or _command(instance)
-        listed = " ".join(map(shlex.quote, _directives(instance, files)))
-        tests = tests.replace("{files}", listed) if "{files}" in tests else f"{tests} {listed}".rstrip()
+        said = published(instance)
+        tests = _published_command(instance, said)
+        install, before = [*(before or said.before), *(install or said.install)], said.build
+        parser, eval_type = parser or said.parser, eval_type or said.eval_type
+    if parser is None and instance.expected is not None:
+        parser = R2E_PARSER
+    if parser is None:
+        parser = published(instance).parser
     recorder = own.recorder
     if recorder is None:
         # pytest's own tests start pytest within pytest, and their recorded names come from its output.
         recorder = is_one_pytest_run(tests) and instance.repo.lower() != "pytest-dev/pytest"
-    if instance.expected is None and (instance.eval_type or own.eval_type) == "pass_and_fail":
+    eval_type = eval_type or "pass_and_fail"
+    if instance.expected is None and eval_type == "pass_and_fail":
         _check_names(instance, parser)
     return Spec(
         repo_dir=repo_dir,
         setup=setup,
         shell_setup=shell_setup,
         install=install,
-        before_tests=list(own.eval_commands),
+        before_tests=before,
         test_script=tests,
-        log_parser=R2E_PARSER if instance.expected is not None and own.log_parser is None else parser,
-        eval_type=instance.eval_type or own.eval_type,
+        log_parser=parser,
+        eval_type=eval_type,
         recorder=recorder,
         test_files=files,
-        applies_test_patch=brings_tests,
+        one_script=own.test_cmd is None,
         test_timeout_s=own.test_timeout_s,
     )
 
@@ -190,34 +148,35 @@ def test_files(instance: Instance) -> list[str]:
     return sorted({*files_of(instance.test_patch), *(name for name in named if not name.startswith("/"))})
 
 
-def _command(instance: Instance) -> str:
-    if instance.source == "swe-smith":
-        return "pytest -rA --tb=no --disable-warnings --color=no"
-    if instance.source == "r2e-gym":
-        # What `run_tests.sh` in its images does; that file lies where the agent could change it.
-        warnings = "PYTHONWARNINGS='ignore::UserWarning,ignore::SyntaxWarning'"
-        return f"{warnings} .venv/bin/python -W ignore -m pytest -rA"
-    try:
-        return REPOSITORIES[instance.repo.lower()][0]
-    except KeyError:
-        raise ValueError(
-            f"no test command is known for {instance.repo!r}: take the row from a release of the set which "
-            "has `eval_script` and `log_parser`, or give `spec.test_cmd` and `spec.log_parser`"
-        ) from None
+def _with_files(command: str, names: Iterable[str]) -> str:
+    listed = " ".join(map(shlex.quote, names))
+    return command.replace("{files}", listed) if "{files}" in command else f"{command} {listed}".rstrip()
+
+
+def _published_command(instance: Instance, said: Published) -> str:
+    """The harness's command, with what it is told to run."""
+    names: list[str] = []
+    if said.files in ("patch", "modules"):
+        changed = re.findall(r"^diff --git a/.* b/(.*)$", instance.test_patch, re.MULTILINE)
+        names = [name for name in changed if not name.endswith(NOT_TESTS)]
+    if said.files == "modules":
+        modules = (name.removesuffix(".py").removeprefix("tests/") for name in names)
+        names = [name.replace("/", ".") for name in modules]
+    elif said.files == "cases":
+        names = [" or ".join(re.findall(r"\[case ([^\]]+)\]", instance.test_patch))]
+    elif said.files == "names":
+        lists = (instance.fail_to_pass, instance.pass_to_pass)
+        names = [name for tests in lists for name in sorted({test.split("::", 1)[0] for test in tests})]
+    return _with_files(said.tests, names)
 
 
 def _directives(instance: Instance, files: list[str]) -> list[str]:
-    """What the test command is told to run: of a test patch its test modules, else the files of the tests."""
+    """What a command of the row's `spec` is told to run: the files of the tests."""
     if instance.source == "r2e-gym":
         return ["r2e_tests"]
-    if instance.spec.test_cmd is not None and any("::" in name for name in instance.fail_to_pass):
+    if any("::" in name for name in instance.fail_to_pass):
         return sorted({name.split("::")[0] for name in instance.fail_to_pass + instance.pass_to_pass})
-    if instance.test_patch:
-        files = [name for name in files_of(instance.test_patch) if not name.endswith(NOT_TESTS)]
-    if instance.repo.lower() != DJANGO:
-        return files
-    modules = (name.removeprefix("tests/").removesuffix(".py") for name in files)
-    return [name.replace("/", ".") for name in modules]
+    return [name for name in files if not name.endswith(NOT_TESTS)]
 
 
 def _split(script: str) -> tuple[list[str], str]:
