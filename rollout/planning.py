@@ -199,7 +199,8 @@ def plan(
             "engine": f"vllm serve {model.name} --max-model-len {context} "
             f"--gpu-memory-utilization {share:g} --tensor-parallel-size {tensor} --enable-scale-out "
             "--logprobs-mode processed_logprobs --enable-prompt-tokens-details",
-            "rows": f"rollout tasks ROWS --handler swe --verl train.parquet --limits '{json.dumps(limits)}'",
+            "rows": "rollout tasks convert ROWS --handler swe --verl train.parquet "
+            f"--limits '{json.dumps(limits)}'",
             "verl": f"data.train_batch_size={tasks} actor_rollout_ref.rollout.n={n} "
             f"data.max_prompt_length={prompt} data.max_response_length={context - prompt} "
             f"actor_rollout_ref.rollout.gpu_memory_utilization={share:g} "

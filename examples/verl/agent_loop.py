@@ -45,7 +45,7 @@ class ServiceAgentLoop(AgentLoopBase):
         info = kwargs.get("extra_info") or {}
         if "handler" not in info or "task" not in info:
             raise ValueError(f"extra_info has {sorted(info)}; the service needs `handler` and `task` there")
-        task = info["task"]  # `rollout tasks --verl` writes it as JSON text
+        task = info["task"]  # `rollout tasks convert --verl` writes it as JSON text
         request = RolloutRequest(
             id=new_id(),
             handler=info["handler"],

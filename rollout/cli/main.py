@@ -8,27 +8,26 @@ from __future__ import annotations
 
 import io
 import sys
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 import click
-from click.shell_completion import CompletionItem
 
 from rollout import __version__
 from rollout.cli.archive import archive
 from rollout.cli.backends import backends
 from rollout.cli.batches import batches
-from rollout.cli.completion import completion, with_example
+from rollout.cli.completion import completion
+from rollout.cli.datasets import tasks
 from rollout.cli.export import export
 from rollout.cli.plan import plan_command
+from rollout.cli.points import PointGroup
 from rollout.cli.policy import policy
 from rollout.cli.rollouts import agent, cancel, list_, show, status, watch
-from rollout.cli.tasks import fetch, submit, tasks
+from rollout.cli.tasks import fetch, submit
 from rollout.cli.top import top
 from rollout.errors import RolloutError
 
 COMMAND_GROUP = "rollout.commands"
-EXTRAS_HINT = "pip install 'rollout-service[gateway,worker]'"
 OPERATOR_HELP = {
     "up": "Start the whole service on this machine.",
     "upgrade": "Replace what `up` started by the code that is installed now.",
@@ -47,40 +46,8 @@ OPERATOR_HELP = {
 """Shown without importing the command; others get a line that names their package."""
 
 
-class _Commands(click.Group):
-    """Own commands first, then those of entry points, each imported on its first use."""
-
-    def _operator(self) -> dict[str, EntryPoint]:
-        return {point.name: point for point in entry_points(group=COMMAND_GROUP)}
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*super().list_commands(ctx), *sorted(set(self._operator()) - set(self.commands))]
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        command = super().get_command(ctx, cmd_name)
-        point = self._operator().get(cmd_name)
-        if command is not None or point is None:
-            return command and with_example(command, cmd_name)
-        try:
-            return with_example(point.load(), cmd_name)
-        except ModuleNotFoundError as error:
-            raise click.ClickException(
-                f"`rollout {cmd_name}` needs the Python package {error.name!r}: {EXTRAS_HINT}"
-            ) from error
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        rows = [(name, cmd.get_short_help_str(80)) for name, cmd in sorted(self.commands.items())]
-        with formatter.section("Commands"):
-            formatter.write_dl(rows)
-        points = sorted(self._operator().values(), key=lambda point: point.name)
-        if points:
-            with formatter.section("Operator commands"):
-                formatter.write_dl([(p.name, OPERATOR_HELP.get(p.name, f"From {p.module}.")) for p in points])
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        # By name: what an operator's command needs is not imported for it, and need not be installed.
-        names = [CompletionItem(name) for name in self.list_commands(ctx) if name.startswith(incomplete)]
-        return names + click.Command.shell_complete(self, ctx, incomplete)
+class _Commands(PointGroup):
+    """All of `rollout`; what the service or the client refuses is one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -89,7 +56,12 @@ class _Commands(click.Group):
             raise click.ClickException(str(error)) from error
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Commands,
+    points=COMMAND_GROUP,
+    helps=OPERATOR_HELP,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, prog_name="rollout")
 def main() -> None:
     """Submit rollouts of LLM agents and follow them.

@@ -1,18 +1,15 @@
-"""`rollout submit`, `fetch` and `tasks`: from a dataset into the service, and rollouts out of it."""
+"""`rollout submit` and `fetch`: from a dataset into the service, and rollouts out of it."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -30,11 +27,11 @@ from rollout.cli.common import (
 )
 from rollout.cli.rollouts import select
 from rollout.client import Client
-from rollout.datasets import DatasetError, FieldMap, Row, load_map, problem, published_maps, read, write_verl
+from rollout.datasets import DatasetError, FieldMap, Row, load_map, read
 from rollout.errors import ApiError, RolloutError, Unavailable, problems_of
 from rollout.http import NOT_FOUND
 from rollout.progress import Meter
-from rollout.schema import Limits, Rollout, RolloutRequest, Submitted
+from rollout.schema import Rollout, RolloutRequest, Submitted
 from rollout.suites import HARBOR, is_suite
 
 if TYPE_CHECKING:
@@ -352,84 +349,3 @@ def _as_they_end(client: Client, ids: list[str], unknown: list[str]) -> Iterator
         else:
             waiting.append(rollout_id)
     yield from client.stream(waiting, cursor=cursor)
-
-
-@click.command()
-@click.argument("file")
-@click.option(
-    "--handler",
-    shell_complete=complete_handlers,
-    help="Check against this handler's schema. [default: as the map says]",
-)
-@click.option("--no-check", is_flag=True, help="Only convert; needs no service.")
-@click.option(
-    "-o", "--output", type=click.File("w", encoding="utf-8"), help="Write the tasks as JSON lines, for later."
-)
-@click.option(
-    "--verl",
-    "parquet",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the tasks as Parquet rows that verl trains on.",
-)
-@click.option("--limits", help='For --verl: limits of each rollout, such as {"max_turns": 50}.')
-@click.option("--most-errors", type=click.IntRange(1), default=10, show_default=True, help="Then stop.")
-@dataset_options
-@url_option
-def tasks(
-    file: str,
-    handler: str | None,
-    no_check: bool,
-    output: IO[str] | None,
-    parquet: Path | None,
-    limits: str | None,
-    most_errors: int,
-    url: str | None,
-    **dataset: Any,
-) -> None:
-    """Check the tasks of a dataset against a handler's schema, and convert them.
-
-    Each task that does not fit is named with its row and field. When there is one, it ends with 1, and --verl
-    writes nothing.
-    """
-    source = Tasks(file, handler, **dataset)
-    schema: dict[str, Any] | None = None
-    if not no_check:
-        if source.handler is None:
-            raise click.UsageError(f"give --handler, --no-check, or a --map: {', '.join(published_maps())}")
-        with connect(url) as client:
-            schemas = {info.name: info.task_schema for info in client.handlers()}
-        if source.handler not in schemas:
-            names = ", ".join(sorted(schemas))
-            raise click.ClickException(f"the service has no handler {source.handler!r}; it has: {names}")
-        schema = schemas[source.handler]
-    if parquet is not None and source.handler is None:
-        raise click.UsageError("--verl needs --handler or a --map, for each row names its handler")
-    try:
-        bounds = Limits.model_validate_json(limits or "{}").model_dump(exclude_unset=True)
-    except ValidationError as error:
-        raise click.UsageError(f"--limits: {problems_of(error)}") from None
-    good, wrong = 0, 0
-
-    def fitting() -> Iterator[dict[str, Any]]:
-        nonlocal good, wrong
-        for row, task in source.rows():
-            if schema is not None and (words := problem(task, schema, row)):
-                click.echo(words, err=True)
-                wrong += 1
-                if wrong >= most_errors:
-                    break
-                continue
-            good += 1
-            if output is not None:
-                output.write(json.dumps(task, default=str) + "\n")
-            yield task
-        if wrong and parquet is not None:
-            raise DatasetError(f"{good} tasks fit, {wrong} do not: {parquet} is not written")
-
-    if parquet is not None:
-        write_verl(parquet, str(source.handler), fitting(), bounds)
-    else:
-        deque(fitting(), maxlen=0)
-    click.echo(f"{good} tasks {'read' if schema is None else 'fit'}, {wrong} do not", err=True)
-    if wrong:
-        raise click.exceptions.Exit(1)

@@ -203,7 +203,7 @@ def test_help_lists_operator_commands_without_importing_them(monkeypatch):
         EntryPoint("up", "rollout_absent.module:up", module.COMMAND_GROUP),
         EntryPoint("extra", "rollout_absent.other:extra", module.COMMAND_GROUP),
     ]
-    monkeypatch.setattr(module, "entry_points", lambda group: points)
+    monkeypatch.setattr(import_module("rollout.cli.points"), "entry_points", lambda group: points)
     result = CliRunner().invoke(cli.main, ["--help"])
     assert result.exit_code == 0
     assert "Start the whole service on this machine." in result.stdout

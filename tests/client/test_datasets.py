@@ -243,7 +243,7 @@ def test_rows_for_verl_hold_each_task_as_it_is_and_a_failure_leaves_no_file(tmp_
 
 def test_a_command_makes_rows_for_verl_of_a_file_of_tasks(tmp_path):
     (tmp_path / "in.jsonl").write_text('{"question": "1 plus 2", "answer": "3"}\n')
-    argv = [sys.executable, "-m", "rollout.cli", "tasks", str(tmp_path / "in.jsonl"), "--no-check"]
+    argv = [sys.executable, "-m", "rollout.cli", "tasks", "convert", str(tmp_path / "in.jsonl"), "--no-check"]
     argv += ["--verl", str(tmp_path / "out.parquet")]
     refused = subprocess.run(argv, capture_output=True, text=True, check=False)
     assert refused.returncode == 2 and "--verl needs --handler or a --map" in refused.stderr

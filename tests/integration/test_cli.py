@@ -130,7 +130,7 @@ def tasks(tmp_path):
 def test_rows_for_verl_are_written_only_where_all_fit(call, tmp_path):
     rows, target = tmp_path / "rows.jsonl", tmp_path / "train.parquet"
     rows.write_text('{"question": "1 plus 2", "answer": "3"}\n')
-    command = ("tasks", str(rows), "--handler", "calculator", "--verl", str(target))
+    command = ("tasks", "convert", str(rows), "--handler", "calculator", "--verl", str(target))
     done = call(*command)
     assert done.returncode == 0 and "1 tasks fit, 0 do not" in done.stderr, done.stderr
     made = target.read_bytes()

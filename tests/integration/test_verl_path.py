@@ -69,7 +69,7 @@ def parquet(stack, directory: Path) -> Path:
     """Made by the command of the guide, with the service's schema of the handler."""
     rows, path = directory / "rows.jsonl", directory / "train.parquet"
     rows.write_text("".join(json.dumps(task) + "\n" for task in make_tasks(TASKS * STEPS, seed=3)))
-    argv = [sys.executable, "-m", "rollout.cli", "tasks", str(rows), "--handler", "calculator"]
+    argv = [sys.executable, "-m", "rollout.cli", "tasks", "convert", str(rows), "--handler", "calculator"]
     argv += ["--verl", str(path), "--limits", '{"max_turns": 4}']
     done = subprocess.run(
         argv, env=os.environ | {"ROLLOUT_URL": stack.url}, capture_output=True, text=True, check=False

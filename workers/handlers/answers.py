@@ -58,6 +58,11 @@ def boxed(text: str) -> str | None:
     return None
 
 
+def in_box(answer: str) -> str:
+    """Final words that give the answer, which may come in a box of its own."""
+    return answer if boxed(answer) else f"\\boxed{{{answer}}}"
+
+
 def boxed_answer(trajectory: Trajectory) -> str | None:
     """What is boxed in the message of `finish` or beside the call; without a box, the message's last line.
 

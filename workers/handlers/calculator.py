@@ -34,6 +34,9 @@ class Calculator(AgentHandler[CalculatorTask]):
     def prompt(self, task: CalculatorTask) -> list[Message]:
         return [Message(role="user", content=task.question)]
 
+    def solution(self, task: CalculatorTask) -> str:
+        return task.answer
+
     async def evaluate(self, ctx: EvalContext[CalculatorTask]) -> Reward:
         numbers = _INTEGER.findall(ctx.trajectory.final_text())
         correct = bool(numbers) and int(numbers[-1]) == int(ctx.task.answer)

@@ -9,7 +9,7 @@ from pydantic import ConfigDict
 from rollout.trajectory import Message
 from workers.agent.tools import ExecuteBash, ExecuteIPythonCell, Finish, Think
 from workers.errors import TaskError
-from workers.handlers.answers import boxed_answer
+from workers.handlers.answers import boxed_answer, in_box
 from workers.handlers.base import EVERY_STAGE, AgentHandler, EvalContext, InitContext, Reward
 from workers.handlers.fields import Answers, Problem, RowTask, tell_of_rows, with_problem_and_answer
 from workers.handlers.packages import require
@@ -60,6 +60,10 @@ class Math(AgentHandler[MathTask]):
     def prompt(self, task: MathTask) -> list[Message]:
         text = f"{task.problem}\n\nReason step by step, and put your final answer within \\boxed{{}}."
         return [Message(role="user", content=text)]
+
+    def solution(self, task: MathTask) -> str:
+        """The first accepted answer, in a box."""
+        return in_box(task.answer[0])
 
     async def evaluate(self, ctx: EvalContext[MathTask]) -> Reward:
         answer = boxed_answer(ctx.trajectory)

@@ -27,6 +27,8 @@ class Hidden:
     """What to look for: of a text its most telling lines, of bytes some pieces."""
     secret: bool = False
     """Whether it is one value, such as a key, which may be a part of a line or a variable."""
+    repository: str | None = None
+    """Directory of a git repository that must hold no commit to which its HEAD and tags do not lead."""
 
 
 @runtime_checkable
@@ -62,3 +64,9 @@ def added_lines(patch: str) -> str:
     """The lines that a diff adds: what a tree has that holds its other side."""
     lines = patch.splitlines()
     return "\n".join(line[1:] for line in lines if line.startswith("+") and not line.startswith("+++ "))
+
+
+def removed_lines(patch: str) -> str:
+    """The lines that a diff takes away; see `added_lines`."""
+    lines = patch.splitlines()
+    return "\n".join(line[1:] for line in lines if line.startswith("-") and not line.startswith("--- "))

@@ -21,10 +21,12 @@ from workers.handlers.base import (
     RunContext,
 )
 from workers.handlers.fields import JsonObject, Problem, RowTask, object_of, with_problem_and_answer
+from workers.handlers.oracle import NoOracle
 from workers.handlers.packages import require
 from workers.scoring import score, score_or_blame
 
 ENTRY = "workers.scoring.reasoning_tasks:entry"
+ANSWER = "workers.scoring.reasoning_tasks:answer"
 JUDGE = "workers.scoring.reasoning_tasks:judge"
 MAKE_S = 60.0
 """Seconds that making an entry may take; some puzzles are searched for."""
@@ -120,6 +122,17 @@ class ReasoningGym(AgentHandler[ReasoningGymTask]):
         if "refused" in made:
             raise TaskError(f"task: {made['refused']}")
         return made["question"]
+
+    async def solution(self, task: ReasoningGymTask) -> str:
+        """The package's own answer.
+
+        Raises:
+            NoOracle: The package has none.
+        """
+        made = await score(ANSWER, task.source(), timeout_s=MAKE_S)
+        if not made.get("answer"):
+            raise NoOracle(made.get("refused", "reasoning-gym knows no answer"))
+        return f"<answer>{made['answer']}</answer>"
 
     async def evaluate(self, ctx: EvalContext[ReasoningGymTask]) -> Reward:
         message = finish_message(ctx.trajectory)

@@ -13,7 +13,7 @@ from rollout.trajectory import Message
 from services.settings import settings
 from workers.agent.tools import ExecuteBash, ExecuteIPythonCell, Finish, Think, Tool
 from workers.errors import TaskError
-from workers.handlers.answers import boxed_answer, declared, last_words
+from workers.handlers.answers import boxed_answer, declared, in_box, last_words
 from workers.handlers.base import EVERY_STAGE, AgentHandler, EvalContext, InitContext, Reward
 from workers.handlers.fields import (
     Answers,
@@ -152,17 +152,25 @@ class Stem(AgentHandler[StemTask]):
     def prompt(self, task: StemTask) -> list[Message]:
         return [Message(role="user", content=f"{_asked(task)}\n\nReason step by step, and {_put(task)}.")]
 
+    def solution(self, task: StemTask) -> str:
+        """The answer in a box; all of a set, and of a question with several right choices."""
+        return in_box(_known(task))
+
     async def evaluate(self, ctx: EvalContext[StemTask]) -> Reward:
         task = ctx.task
         answer = boxed_answer(ctx.trajectory) or declared(last_words(ctx.trajectory))
         if answer is None:
             return Reward(0.0, {"correct": 0.0, "answered": 0.0})
-        known = ", ".join(task.answer) if len(task.answer) > 1 else task.answer[0]
         verdict = await score_or_blame(
-            JUDGE, task.judged(answer), known=task.judged(known), timeout_s=SCORE_S
+            JUDGE, task.judged(answer), known=task.judged(_known(task)), timeout_s=SCORE_S
         )
         correct = float(verdict is not None and verdict["correct"])
         return Reward(correct, {"correct": correct, "answered": 1.0})
+
+
+def _known(task: StemTask) -> str:
+    whole = task.kind in ("set", "choice")
+    return ", ".join(task.answer) if whole else task.answer[0]
 
 
 def _is_quantity(text: str) -> bool:

@@ -185,6 +185,14 @@ def entry(task: dict[str, Any]) -> dict[str, Any]:
         return {"refused": str(refused)}
 
 
+def answer(task: dict[str, Any]) -> dict[str, Any]:
+    """The answer of a task that its scorer takes for right; or `refused`, the reason why there is none."""
+    try:
+        return {"answer": solution(_made(task)[1])}
+    except Refused as refused:
+        return {"refused": str(refused)}
+
+
 def judge(payload: dict[str, Any]) -> dict[str, Any]:
     """The package's own score of `answer` to `task`; of its own solution if `answer` is None.
 

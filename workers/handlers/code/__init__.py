@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import warnings
 from collections import Counter
 
 from rollout.trajectory import Message
@@ -11,11 +13,14 @@ from workers.agent.tools import ExecuteBash, Finish, StrReplaceEditor, Think
 from workers.handlers.base import EVERY_STAGE, AgentHandler, EvalContext, Reward, RunContext
 from workers.handlers.code.judging import Result, judge
 from workers.handlers.code.task import Case, CodeTask
+from workers.handlers.oracle import Hidden
 
 __all__ = ["Case", "Code", "CodeTask", "CodeText"]
 
 SOLUTION = "/workspace/solution.py"
 MAX_SOLUTION_CHARS = 1 << 20
+MOST_HIDDEN = 20
+"""Solutions, and tests, that are looked for in a sandbox where none must be."""
 _BLOCK = re.compile(r"```(?:python3?|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL | re.IGNORECASE)
 
 STDIN = "The program reads standard input and prints its answer to standard output."
@@ -40,6 +45,16 @@ def last_block(text: str) -> str:
     return blocks[-1] if blocks else ""
 
 
+def is_python(text: str) -> bool:
+    """Whether a text is a program of Python 3; published solutions are of any release."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
+
+
 class CodeText(AgentHandler[CodeTask]):
     """Programming problems: the last block of code of the answer is run on hidden tests."""
 
@@ -54,12 +69,27 @@ class CodeText(AgentHandler[CodeTask]):
     async def warm(self, ctx: RunContext[CodeTask]) -> None:
         await ctx.sandboxes.warm(ctx, image=self.image)
 
-    async def solution(self, ctx: EvalContext[CodeTask]) -> str:
+    def solution(self, task: CodeTask) -> str | None:
+        """The first of the row's solutions that is Python 3, as one block of code; None: it has none."""
+        known = next(filter(is_python, task.solutions), None)
+        if known is None:
+            return None
+        lacks_head = task.fn_name and not re.search(rf"\bdef\s+{task.fn_name}\b", known)
+        return f"```python\n{task.starter_code if lacks_head else ''}{known.rstrip()}\n```"
+
+    def hidden(self, task: CodeTask) -> list[Hidden]:
+        """The solutions, and of each test what goes in and what comes out."""
+        texts = {f"solution {number}": text for number, text in enumerate(task.solutions[:MOST_HIDDEN], 1)}
+        for number, case in enumerate(task.tests[:MOST_HIDDEN], 1):
+            texts[f"test {number}"] = "\n".join(filter(None, (case.stdin, case.stdout)))
+        return [Hidden(what, text) for what, text in texts.items()]
+
+    async def submitted(self, ctx: EvalContext[CodeTask]) -> str:
         """What is to be judged; "" = there is nothing."""
         return last_block(ctx.trajectory.final_text())
 
     async def evaluate(self, ctx: EvalContext[CodeTask]) -> Reward:
-        solution = (await self.solution(ctx))[:MAX_SOLUTION_CHARS]
+        solution = (await self.submitted(ctx))[:MAX_SOLUTION_CHARS]
         if not solution.strip():
             return Reward(0.0, {"answered": 0.0, "passed": 0.0})
         ctx.artifacts["solution.py"] = solution
@@ -84,13 +114,13 @@ class Code(CodeText):
         how = WORK.format(path=SOLUTION, seconds=task.time_limit_s, memory=task.memory_limit_mb)
         return [Message(role="user", content=f"{_problem(task)}\n\n{how}")]
 
-    async def solution(self, ctx: EvalContext[CodeTask]) -> str:
+    async def submitted(self, ctx: EvalContext[CodeTask]) -> str:
         """The file, or the last block of code where the agent only said it."""
         assert ctx.sandbox is not None
         try:
             return (await ctx.sandbox.read_file(SOLUTION, MAX_SOLUTION_CHARS)).decode("utf-8", "replace")
         except SandboxRequestError:  # it is not there, no file, or too long to be one
-            return await super().solution(ctx)
+            return await super().submitted(ctx)
 
 
 def _report(results: list[Result]) -> str:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from workers.handlers.fields import NULL, RowTask, object_of, problem_of, truth_of
+from workers.handlers.fields import NULL, RowTask, object_of, parsed, problem_of, truth_of
 
 MAX_CASES = 1000
 MAX_CASE_CHARS = 8 << 20
@@ -42,6 +42,9 @@ class Case(BaseModel):
         return self.args is not None
 
 
+SOLUTIONS = ("solutions", "solution", "canonical_solution")
+PYTHON3 = (3, "PYTHON3")
+"""Python 3 among the languages of code_contests."""
 TESTS = (
     *("tests", "input_output", "reward_model", "public_tests", "private_tests", "generated_tests"),
     *("public_test_cases", "private_test_cases"),
@@ -51,7 +54,7 @@ TESTS = (
 
 def _any_form(schema: dict[str, Any]) -> None:
     """What the gateway checks: that there is a problem and that there are tests, under any of their names."""
-    for name in ("prompt", "tests"):
+    for name in ("prompt", "tests", "solutions"):
         schema["properties"][name] = {"title": name, "description": schema["properties"][name]["description"]}
     schema.pop("required")
     schema["allOf"] = [{"anyOf": [{"required": [name]} for name in names]} for names in (PROMPTS, TESTS)]
@@ -84,6 +87,11 @@ class CodeTask(RowTask):
     score: Literal["all", "fraction"] = "all"
     """Reward 1 when every case passes, or the share of those that do."""
 
+    solutions: list[str] = Field(
+        default_factory=list,
+        description="Programs that solve it, for `rollout tasks check`; also as solution.",
+    )
+
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> dict[str, Any]:
         """A row of APPS, TACO, Eurus-2, code_contests, DeepCoder or LiveCodeBench.
@@ -91,7 +99,7 @@ class CodeTask(RowTask):
         Raises:
             ValueError: Its tests are in none of the known forms.
         """
-        task = row | {"prompt": problem_of(row, PROMPTS)}
+        task = row | {"prompt": problem_of(row, PROMPTS), "solutions": _solutions(row)}
         tests = _json(row.get("tests"), "tests")
         if isinstance(tests, list):
             return task | {"tests": tests}
@@ -114,6 +122,16 @@ class CodeTask(RowTask):
         if self.fn_name is None and any(case.is_call for case in self.tests):
             raise ValueError("cases with `args` need `fn_name`, the function to call")
         return self
+
+
+def _solutions(row: dict[str, Any]) -> list[str]:
+    """The programs of a row in any form; of several languages those in Python."""
+    value = next((row[name] for name in SOLUTIONS if row.get(name)), None)
+    value = parsed(value) if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") else value
+    if isinstance(value, dict):  # code_contests: columns, and languages by number
+        pairs = zip(value.get("language") or [], value.get("solution") or [], strict=False)
+        value = [text for language, text in pairs if language in PYTHON3]
+    return [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
 
 
 def _json(value: Any, field: str) -> Any:

@@ -18,8 +18,10 @@ from sandbox.images import ImageStore
 from workers.agent.tools import ExecuteBash, Finish, StrReplaceEditor, Think
 from workers.errors import TaskError
 from workers.handlers.base import EVERY_STAGE, AgentHandler, EvalContext, InitContext, Reward, RunContext
+from workers.handlers.oracle import Hidden
 from workers.handlers.packages import require
 from workers.handlers.swe.evaluation import Judgement, judge
+from workers.handlers.swe.oracle import apply_fix, hidden_of
 from workers.handlers.swe.patches import note_base, take_patch
 from workers.handlers.swe.placing import check_test_patch
 from workers.handlers.swe.repository import hide_future, prepare
@@ -125,6 +127,15 @@ class Swe(AgentHandler[SweTask]):
         ctx.metrics["eval_test_s"] = judgement.seconds.get("tests", 0.0)
         ctx.metrics["eval_total_s"] = judgement.seconds.get("total", 0.0)
         return Reward(float(judgement.resolved), _components(instance, judgement))
+
+    async def solve(self, ctx: RunContext[SweTask]) -> FinishReason:
+        """Apply the row's own fix. EVAL then takes the patch as it takes an agent's."""
+        assert ctx.sandbox is not None
+        await apply_fix(ctx.sandbox, ctx.task, *_read(ctx.task))
+        return FinishReason.STOP
+
+    def hidden(self, task: SweTask) -> list[Hidden]:
+        return hidden_of(task, *_read(task))
 
     async def _keep_patch(
         self,
