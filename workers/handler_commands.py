@@ -130,7 +130,7 @@ def _model(
         raise click.ClickException(str(error)) from error
 
 
-def _end(*_: object) -> None:
+def as_interrupt(*_: object) -> None:
     """TERM ends a local run as Ctrl-C does, which releases its sandbox; a second one would end that."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.raise_signal(signal.SIGINT)
@@ -189,7 +189,7 @@ def run(
         raise click.ClickException(str(error)) from error
     loaded = load_handler(handler, settings)
     runner = InProcess(loaded, _model(loaded, backend, actions, tokenizer), settings)
-    before = signal.signal(signal.SIGTERM, _end)
+    before = signal.signal(signal.SIGTERM, as_interrupt)
     click.get_current_context().call_on_close(lambda: signal.signal(signal.SIGTERM, before))
     done: list[Rollout] = []
     tasks = Tasks(file, loaded.name, n=n, **dataset)
