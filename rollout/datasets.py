@@ -9,6 +9,7 @@ import gzip
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib import resources
 from itertools import chain, islice
@@ -21,6 +22,8 @@ from rollout.errors import RolloutError, problems_of
 
 BATCH_ROWS = 256
 """Rows of Parquet in memory at a time."""
+OPTIONAL = "?"
+"""At the end of a path of a field map."""
 HINT = "pip install 'rollout-service[datasets]'"
 _MAPS = resources.files("rollout") / "field_maps"
 
@@ -49,7 +52,8 @@ class FieldMap(BaseModel):
     handler: str | None = None
     """The handler that the rows are for; None = whatever the caller says."""
     fields: dict[str, str] = Field(default_factory=dict)
-    """Field of the task → path in the row, with dots: `prompt.0.content`, `reward_model.ground_truth`."""
+    """Field of the task → path in the row, with dots: `prompt.0.content`, `reward_model.ground_truth`.
+    One that ends with `?` may be missing in a row; then the task has no such field."""
     constants: dict[str, Any] = Field(default_factory=dict)
     """Fields with the same value in every task."""
     keep: bool = False
@@ -72,7 +76,10 @@ class FieldMap(BaseModel):
             DatasetError: The row lacks a field.
         """
         whole = self.keep or not (self.fields or self.constants)
-        fields = {name: _at(row, path) for name, path in self.fields.items()}
+        fields = {}
+        for name, path in self.fields.items():
+            with suppress(DatasetError) if path.endswith(OPTIONAL) else nullcontext():
+                fields[name] = _at(row, path.removesuffix(OPTIONAL))
         return (dict(row.data) if whole else {}) | fields | self.constants
 
 
