@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections import deque
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import IO, Any
 
 import click
 from pydantic import ValidationError
+from rich.text import Text
 
-from rollout.cli.common import complete_handlers, connect, url_option
+from rollout.cli.common import Column, Sheet, complete_handlers, connect, json_option, show_view, url_option
 from rollout.cli.points import PointGroup
 from rollout.cli.tasks import Tasks, dataset_options
-from rollout.datasets import DatasetError, problem, published_maps, write_verl
+from rollout.datasets import DatasetError, Row, problem, published_maps, write_verl
 from rollout.errors import problems_of
 from rollout.schema import Limits
+from rollout.suites.catalogue import catalogue
+from rollout.suites.imported import Imported, home, imported, named, place, writing
 
 TASKS_GROUP = "rollout.commands.tasks"
 """Entry points of further commands of `rollout tasks`."""
+IMAGE_READERS = "rollout.image_readers"
+"""Entry points of what reads the images that a dataset needs; see `rollout images build --dataset`."""
+SHOWN = 5
+"""Images that are named, where more are missing."""
+SAMPLE_CHARS = 2000
 OPERATOR_HELP = {"check": "Check that tasks can be solved, and not by doing nothing, in real sandboxes."}
 
 
@@ -66,44 +77,166 @@ def convert(
     writes nothing.
     """
     source = Tasks(file, handler, **dataset)
-    schema: dict[str, Any] | None = None
-    if not no_check:
-        if source.handler is None:
-            raise click.UsageError(f"give --handler, --no-check, or a --map: {', '.join(published_maps())}")
-        with connect(url) as client:
-            schemas = {info.name: info.task_schema for info in client.handlers()}
-        if source.handler not in schemas:
-            names = ", ".join(sorted(schemas))
-            raise click.ClickException(f"the service has no handler {source.handler!r}; it has: {names}")
-        schema = schemas[source.handler]
+    fitting = _Fitting(source, None if no_check else _schema(source, url), most_errors)
     if parquet is not None and source.handler is None:
         raise click.UsageError("--verl needs --handler or a --map, for each row names its handler")
     try:
         bounds = Limits.model_validate_json(limits or "{}").model_dump(exclude_unset=True)
     except ValidationError as error:
         raise click.UsageError(f"--limits: {problems_of(error)}") from None
-    good, wrong = 0, 0
 
-    def fitting() -> Iterator[dict[str, Any]]:
-        nonlocal good, wrong
-        for row, task in source.rows():
-            if schema is not None and (words := problem(task, schema, row)):
-                click.echo(words, err=True)
-                wrong += 1
-                if wrong >= most_errors:
-                    break
-                continue
-            good += 1
+    def converted() -> Iterator[dict[str, Any]]:
+        for _, task in fitting:
             if output is not None:
                 output.write(json.dumps(task, default=str) + "\n")
             yield task
-        if wrong and parquet is not None:
-            raise DatasetError(f"{good} tasks fit, {wrong} do not: {parquet} is not written")
+        if fitting.wrong and parquet is not None:
+            raise DatasetError(f"{fitting}: {parquet} is not written")
 
     if parquet is not None:
-        write_verl(parquet, str(source.handler), fitting(), bounds)
+        write_verl(parquet, str(source.handler), converted(), bounds)
     else:
-        deque(fitting(), maxlen=0)
-    click.echo(f"{good} tasks {'read' if schema is None else 'fit'}, {wrong} do not", err=True)
-    if wrong:
+        deque(converted(), maxlen=0)
+    click.echo(fitting, err=True)
+    if fitting.wrong:
         raise click.exceptions.Exit(1)
+
+
+@tasks.command("import")
+@click.argument("path")
+@click.option("--name", required=True, help="Under which it stands in the place of a file from now on.")
+@click.option("--handler", shell_complete=complete_handlers, help="Of its tasks. [default: as the map says]")
+@click.option("--no-check", is_flag=True, help="Do not check the tasks against the handler's schema.")
+@click.option("--replace", is_flag=True, help="Take the place of what has this name.")
+@dataset_options
+@url_option
+def import_(
+    path: str,
+    name: str,
+    handler: str | None,
+    no_check: bool,
+    replace: bool,
+    url: str | None,
+    **dataset: Any,
+) -> None:
+    """Copy the dataset at PATH to below $ROLLOUT_HOME/tasks, and say which images its tasks lack here.
+
+    A task that does not fit the handler's schema is named, and nothing is imported then.
+    """
+    source = Tasks(path, handler, **dataset)
+    if source.handler is None:
+        raise click.UsageError("give --handler, or a --map that names one")
+    fitting = _Fitting(source, None if no_check else _schema(source, url), sys.maxsize)
+    described = Imported(name=name, handler=source.handler, source=str(Path(path).absolute()))
+    with writing(described, replace) as writer:
+        writer.write(fitting)
+        if fitting.wrong or not fitting.good:
+            raise DatasetError(f"{fitting}: nothing is imported")
+    click.echo(f"{name}: {fitting.good} tasks of {source.handler} in {place(described)}", err=True)
+    _tell_images(described)
+
+
+class _Fitting:
+    """The tasks of a set that fit a schema (None: any does); others are named, up to so many."""
+
+    def __init__(self, source: Tasks, schema: dict[str, Any] | None, most: int) -> None:
+        self._source, self._schema, self._most = source, schema, most
+        self.good = self.wrong = 0
+
+    def __iter__(self) -> Iterator[tuple[Row, dict[str, Any]]]:
+        for row, task in self._source.rows():
+            if self._schema is not None and (words := problem(task, self._schema, row)):
+                click.echo(words, err=True)
+                self.wrong += 1
+                if self.wrong >= self._most:
+                    break
+                continue
+            self.good += 1
+            yield row, task
+
+    def __str__(self) -> str:
+        return f"{self.good} tasks {'read' if self._schema is None else 'fit'}, {self.wrong} do not"
+
+
+def _schema(source: Tasks, url: str | None) -> dict[str, Any]:
+    """The schema of the tasks' handler, as the service has it."""
+    if source.handler is None:
+        raise click.UsageError(f"give --handler, --no-check, or a --map: {', '.join(published_maps())}")
+    with connect(url) as client:
+        schemas = {info.name: info.task_schema for info in client.handlers()}
+    if source.handler not in schemas:
+        names = ", ".join(sorted(schemas))
+        raise click.ClickException(f"the service has no handler {source.handler!r}; it has: {names}")
+    return schemas[source.handler]
+
+
+def _tell_images(dataset: Imported) -> None:
+    """Say which images are not here, as far as what reads them is installed."""
+    point = next((p for p in entry_points(group=IMAGE_READERS) if p.name == dataset.handler), None)
+    if point is None:
+        return
+    here = Path(os.environ.get("ROLLOUT_IMAGES") or home().with_name("images"))
+    try:
+        wanted = [image for image, _ in point.load()(place(dataset))]
+    except ModuleNotFoundError as error:
+        click.echo(f"its images were not looked for: that needs the package {error.name!r}", err=True)
+        return
+    missing = [
+        image for image in wanted if not any((here / f"{image}{end}").exists() for end in ("", ".sif"))
+    ]
+    if missing:
+        some = ", ".join(missing[:SHOWN]) + (" …" if len(missing) > SHOWN else "")
+        click.echo(f"{len(missing)} of {len(wanted)} images are not in {here}: {some}", err=True)
+        click.echo(
+            f"  rollout images build --dataset {place(dataset)} --reader {dataset.handler}     makes them",
+            err=True,
+        )
+
+
+@tasks.command("list")
+@json_option
+def list_(as_json: bool) -> None:
+    """Show the datasets that are known, and those imported here."""
+    here = {dataset.name: dataset for dataset in imported()}
+    own = [dataset for dataset in here.values() if dataset.name not in {known.name for known in catalogue()}]
+    sheet = Sheet(
+        [
+            Column("name", lambda item: item.name, whole=True),
+            Column("handler", lambda item: item.handler),
+            Column("form", lambda item: getattr(item, "form", "imported"), drop=2),
+            Column("here", lambda item: str(here[item.name].tasks) if item.name in here else "", number=True),
+            Column("licence", lambda item: getattr(item, "licence", ""), drop=3),
+            Column("from", lambda item: getattr(item, "origin", "") or item.source, drop=1),
+        ],
+        [*own, *catalogue()],
+    )
+    value = {"imported": [*here.values()], "known": [*catalogue()]}
+    show_view(sheet, value, as_json)
+
+
+@tasks.command()
+@click.argument("name", shell_complete=lambda *_: _names())
+@json_option
+def show(name: str, as_json: bool) -> None:
+    """Show what is known of the dataset NAME: fields, map, a row, how to get it, and what of it is here."""
+    known = next((item for item in catalogue() if item.name == name), None)
+    here = named(name)
+    if known is None and here is None:
+        raise click.ClickException(f"no dataset {name!r}: there are {', '.join(_names())}")
+    lines: list[str] = []
+    if known is not None:
+        lines += [f"{known.name}: {known.form} for the handler {known.handler}, from {known.origin}"]
+        lines += [f"licence: {known.licence}", f"checked: {known.checked}"]
+        lines += [f"images: {known.images}"] if known.images else []
+        lines += [f"map: --map {known.map}"] if known.map else []
+        lines += ["get it:", *(f"  {step}" for step in known.get), "fields of a task:"]
+        lines += [f"  {field}: {text}" for field, text in known.fields.items()]
+        lines += ["a row:", f"  {json.dumps(known.sample, ensure_ascii=False)}"]
+    if here is not None:
+        lines += [f"here: {here.tasks} tasks of {here.handler} in {place(here)}, from {here.source}"]
+        lines += ["its first task:", f"  {json.dumps(here.sample, ensure_ascii=False)[:SAMPLE_CHARS]}"]
+    show_view(Text("\n".join(lines)), {"known": known, "imported": here}, as_json)
+
+
+def _names() -> list[str]:
+    return sorted({item.name for item in (*imported(), *catalogue())})

@@ -33,6 +33,7 @@ from rollout.http import NOT_FOUND
 from rollout.progress import Meter
 from rollout.schema import Rollout, RolloutRequest, Submitted
 from rollout.suites import HARBOR, is_suite
+from rollout.suites.imported import located
 
 if TYPE_CHECKING:
     from rollout.suites.harbor import HarborTask
@@ -69,9 +70,10 @@ class Tasks:
         tags: tuple[str, ...] = (),
         **part: Any,
     ) -> None:
-        """With `handler`, or a map, each row is a task; without, a whole request.
+        """With `handler`, a map, or an imported dataset, each row is a task; without, a whole request.
 
         Args:
+            path: A file, a directory, or the name of an imported dataset.
             part: `split`, `first`, `skip` and `clones`, as `rollout.datasets.read` has them.
 
         Raises:
@@ -79,6 +81,7 @@ class Tasks:
             click.UsageError: The map names no handler, and none is given.
         """
         self._map = load_map(map_name) if map_name else FieldMap()
+        path, known = located(path)
         self._read = partial(read, path, **part)
         suite = is_suite(path)
         if path == "-" or suite:  # standard input cannot be read twice, and directories take long
@@ -86,7 +89,7 @@ class Tasks:
             self._read = lambda: iter(rows)
         self.where = ""
         """The row of the request that was read last."""
-        self.handler = handler or self._map.handler or (HARBOR if suite else None)
+        self.handler = handler or self._map.handler or known or (HARBOR if suite else None)
         if map_name and self.handler is None:
             raise click.UsageError(f"the map {map_name} names no handler: give --handler")
         self._n, self._tags = n, tags

@@ -89,7 +89,8 @@ class Checker:
             check.blame(Verdict.BROKEN, case.problem)
         else:
             limits = case.request.limits.model_copy(update={"max_attempts": ATTEMPTS})
-            await self._check(check, case.request.model_copy(update={"limits": limits}))
+            own = {"handler": self._handler.name, "limits": limits}
+            await self._check(check, case.request.model_copy(update=own))
         check.seconds["total"] = round(time.monotonic() - began, 3)
         return check
 
