@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rollout.trajectory import Message, Trajectory
+from rollout.trajectory import Message, ToolCall, Trajectory
 from sandbox import paths
 from services.settings import settings
 from workers import scoring
@@ -45,6 +45,8 @@ START_S = 120.0
 LEAST_RESET_S = 120.0
 """For the beginning and the score of an episode, which may read whole data sets."""
 MAX_ANSWER_BYTES = 16 << 20
+MAX_ASKED = 1000
+"""What an episode may ask of the worker in one call."""
 MAX_EPISODES = 100
 """Of one process: packages leak."""
 MAX_IDLE = 4
@@ -80,6 +82,11 @@ class Foreign:
         return path
 
 
+async def simulated(payload: dict[str, Any]) -> Any:
+    """The words of the simulator on an episode's messages."""
+    return await ask_simulator(payload.get("messages"))
+
+
 class Runner(Child):
     """One process with environments of one kind. One call at a time."""
 
@@ -95,12 +102,14 @@ class Runner(Child):
             EnvironmentLost: The machine starts no process.
         """
         self.kind, self.episodes = kind, 0
+        self.answer = simulated
+        """What the episode asks of us is answered by."""
         config = settings()
         self.home = tempfile.mkdtemp(prefix=f"rollout-environment-{kind.name}-")
         env = {name: value for name, value in os.environ.items() if _PASSED.fullmatch(name)}
         env |= dict.fromkeys(("HOME", "TMPDIR"), self.home)
         # The same world of the same seed in every process; thread pools reserve address space by the core.
-        env |= {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+        env |= {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
         env |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         program = [str(kind.python), "-s", str(INSIDE / "runner.py")]
         program += [str(Path(scoring.__file__).parent), str(kind.adapter)]
@@ -133,22 +142,21 @@ class Runner(Child):
         """
         self.listen(contextvars.copy_context())
         what = f"{self.kind.name}.{method}"
-        async with asyncio.timeout(timeout_s * 2):  # what it asks for takes its own time
-            reply = await self._exchange({"method": method, "arguments": arguments}, timeout_s, what)
-            while "ask" in reply:
-                reply = await self._exchange({"answer": await self._asked(reply["ask"])}, timeout_s, what)
+        reply = await self._exchange({"method": method, "arguments": arguments}, timeout_s, what)
+        for _ in range(MAX_ASKED):  # each within limits of its own
+            if "ask" not in reply:
+                break
+            if not isinstance(payload := reply["ask"], dict):
+                raise EnvironmentFault(f"{what}: the episode asked for {payload!r:.200}")
+            reply = await self._exchange({"answer": await self.answer(payload)}, timeout_s, what)
+        else:
+            raise EnvironmentFault(f"{what}: the episode asked more than {MAX_ASKED} times")
         if reply.get("memory"):
             limit = f"ROLLOUT_ENVIRONMENT_MEMORY_MB={settings().environment_memory_mb}"
             raise EnvironmentLost(f"{what} ran out of memory ({limit}): {reply['error']}")
         if "error" in reply:
             raise EnvironmentFault(f"{what} failed: {reply['error']}\n{reply.get('traceback')}")
         return reply.get("result")
-
-    async def _asked(self, payload: Any) -> Any:
-        """Answer what the episode asks of us: the words of the simulator on its messages."""
-        if not isinstance(payload, dict):
-            raise EnvironmentFault(f"{self.kind.name}: the episode asked for {payload!r:.200}")
-        return await ask_simulator(payload.get("messages"))
 
     async def _exchange(self, message: dict[str, Any] | None, timeout_s: float, what: str) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
@@ -230,16 +238,14 @@ class ProcessEnvironment(Environment):
             self._runner = Runner(self._kind)
             await self._runner.ready()
         self._runner.episodes += 1
+        self._runner.answer = self.answer
         opening = await self._call("reset", task=task.model_dump(mode="json"), seed=seed)
         if not isinstance(opening, dict):
             raise EnvironmentFault(f"{self._kind.name}.reset answered {opening!r:.200}")
         return Opening(messages_of(opening.get("messages")), opening.get("tools") or [])
 
     async def step(self, turn: ParsedTurn) -> Step:
-        calls = [
-            {"malformed": attempt.reason} if isinstance(attempt, Malformed) else attempt.model_dump()
-            for attempt in turn.attempts
-        ]
+        calls = [await self.told(attempt) for attempt in turn.attempts]
         said = await self._call("step", text=turn.message.text, calls=calls)
         if not isinstance(said, dict) or not isinstance(done := said.get("done", False), bool):
             raise EnvironmentFault(f"{self._kind.name}.step answered {said!r:.200}")
@@ -250,6 +256,14 @@ class ProcessEnvironment(Environment):
             done,
             info if isinstance(info, dict) else {},
         )
+
+    async def told(self, attempt: ToolCall | Malformed) -> dict[str, Any]:
+        """A call as the episode gets it."""
+        return {"malformed": attempt.reason} if isinstance(attempt, Malformed) else attempt.model_dump()
+
+    async def answer(self, payload: dict[str, Any]) -> Any:
+        """What the episode asks of the worker. Default: the words of the simulator."""
+        return await simulated(payload)
 
     async def score(self, trajectory: Trajectory) -> float | None:
         messages = [message.to_chat() for message in trajectory.messages]
@@ -267,6 +281,8 @@ class ProcessEnvironment(Environment):
         self._fine = False
         with metrics.SECONDS.labels(self._kind.name, method).time():
             answer = await self._runner.call(method, timeout_s, **arguments)
+        if isinstance(answer, dict) and "lost" in answer:
+            raise EnvironmentLost(f"{self._kind.name}.{method}: {answer['lost']!s:.1000}")
         self._fine = True
         return answer
 

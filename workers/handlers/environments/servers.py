@@ -30,10 +30,11 @@ def address(name: str) -> str:
     return servers[name]
 
 
-def session(timeout_s: float) -> aiohttp.ClientSession:
+def session(timeout_s: float, **headers: str) -> aiohttp.ClientSession:
     """Connections of one episode, with the cookies that its server gave it."""
     timeout = aiohttp.ClientTimeout(total=timeout_s)
-    return aiohttp.ClientSession(timeout=timeout, cookie_jar=aiohttp.CookieJar(unsafe=True))
+    jar = aiohttp.CookieJar(unsafe=True)
+    return aiohttp.ClientSession(timeout=timeout, cookie_jar=jar, headers=headers)
 
 
 async def request(

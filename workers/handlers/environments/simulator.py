@@ -5,17 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from services.settings import settings
-from workers.errors import HandlerError, InfrastructureError
+from workers.errors import HandlerError
+from workers.handlers.environments import servers
+from workers.handlers.environments.base import EnvironmentLost
 
 TIMEOUT_S = 300.0
-MAX_REPLY_BYTES = 1 << 20
-
-
-class SimulatorError(InfrastructureError):
-    """The simulator's endpoint does not answer as one of OpenAI's would."""
 
 
 async def ask_simulator(messages: Any) -> str:
@@ -23,7 +18,7 @@ async def ask_simulator(messages: Any) -> str:
 
     Raises:
         HandlerError: The deployment has no simulator.
-        SimulatorError: It failed.
+        EnvironmentLost, EnvironmentFault: It does not answer as an endpoint of that form would.
     """
     config = settings()
     if not config.simulator_url:
@@ -35,20 +30,14 @@ async def ask_simulator(messages: Any) -> str:
     if config.simulator_key_file:
         key = Path(config.simulator_key_file).read_text(encoding="utf-8").strip()
         headers["Authorization"] = f"Bearer {key}"
-    body = {"model": config.simulator_model, "messages": messages}
     url = config.simulator_url.rstrip("/") + "/chat/completions"
+    body = {"model": config.simulator_model, "messages": messages}
+    async with servers.session(TIMEOUT_S, **headers) as http:
+        answer = await servers.asked(http, "POST", url, body)
     try:
-        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-        async with (
-            aiohttp.ClientSession(timeout=timeout) as http,
-            http.post(url, json=body, headers=headers) as reply,
-        ):
-            text = await reply.content.read(MAX_REPLY_BYTES)
-            if reply.status != 200:
-                raise SimulatorError(f"{url} answered {reply.status}: {text[:300].decode(errors='replace')}")
-            said = (await reply.json())["choices"][0]["message"]["content"]
-    except (aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError) as error:
-        raise SimulatorError(f"{url}: {type(error).__name__}: {error}") from error
+        said = answer["choices"][0]["message"]["content"]
+    except (LookupError, TypeError):
+        said = None
     if not isinstance(said, str):
-        raise SimulatorError(f"{url}: no text in its answer")
+        raise EnvironmentLost(f"{url} says nothing: {str(answer)[:500]}")
     return said

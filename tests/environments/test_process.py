@@ -1,0 +1,194 @@
+"""Foreign environments in their processes: whatever one does, a sample is dropped at the worst."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from rollout.schema import Limits, State
+from sandbox import processes
+from workers.agent.replay import Action
+from workers.handlers.environments import EnvironmentHandler, EnvironmentTask, process
+from workers.handlers.environments.process import Foreign, ProcessEnvironment
+from workers.testing import play
+
+ADAPTER = """
+import os, socket, sys, time
+
+class Episode:
+    def __init__(self, ask):
+        self.ask = ask
+
+    def reset(self, task, seed):
+        return {"messages": ["Act."], "tools": []}
+
+    def step(self, text, calls):
+        BODY
+"""
+GOOD = 'return {"messages": ["over"], "reward": 1.0, "done": True}'
+
+
+@pytest.fixture
+def hostile(tmp_path, toy_home, configured):
+    """Plays one turn in an environment whose `step` has this body."""
+
+    def play_in(body: str, said: str = "go", *, reusable=True, adapter=ADAPTER, n=1, **env: str):
+        configured(home=str(toy_home), environment_memory_mb="512", **env)
+        path = tmp_path / "adapter.py"
+        path.write_text(adapter.replace("BODY", body.strip().replace("\n", "\n        ")))
+        kind = Foreign("toy", path, reusable)
+
+        class Toy(EnvironmentHandler[EnvironmentTask]):
+            name = "toy"
+            Task = EnvironmentTask
+
+            async def make(self, ctx):
+                return ProcessEnvironment(kind, ctx)
+
+        limits = Limits(max_attempts=1, tool_timeout_s=2.0, max_turns=3)
+        rollouts = play(Toy(), {}, [Action(content=said)] * 3, limits=limits, n=n)
+        return rollouts[0] if n == 1 else rollouts
+
+    return play_in
+
+
+def pids() -> list[int]:
+    return [pid for pid in processes.descendants(os.getpid()) if b"runner.py" in _words(pid)]
+
+
+def _words(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def nothing_is_left(idle=True) -> bool:
+    if idle:
+        process.close_idle()
+    deadline = time.monotonic() + 20
+    while pids() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not pids()
+
+
+def test_an_episode_is_played_and_its_process_serves_the_next(hostile):
+    rollouts = hostile('return {"messages": [str(os.getppid())], "reward": 1.0, "done": True}', n=3)
+    assert [rollout.reward for rollout in rollouts] == [1.0] * 3
+    assert len(pids()) == 2, "one process, and the first of its namespace"
+    assert nothing_is_left()
+
+
+def test_a_kind_whose_processes_cannot_be_used_again_starts_one_for_each_rollout(hostile):
+    assert hostile(GOOD, reusable=False).reward == 1.0
+    assert nothing_is_left(idle=False)
+
+
+LIES = {
+    "a reward that is not finite": 'return {"messages": [], "reward": float("nan"), "done": True}',
+    "no reward": 'return {"messages": [], "done": True}',
+    "a reward that is a list": 'return {"messages": [], "reward": [1], "done": True}',
+    "no dict": "return 7",
+    "no messages": 'return {"messages": 7, "reward": 1.0, "done": True}',
+    "messages without a role": 'return {"messages": [{"x": 1}], "reward": 1.0, "done": True}',
+    "what JSON cannot carry": 'return {"messages": [object()]}',
+    "an exception": 'raise KeyError("oops")',
+    "an exception with half a surrogate": 'raise KeyError("\\ud800")',
+    "an exit": "sys.exit(0)",
+    "an answer of 100 MB": 'return {"messages": ["x" * 100_000_000], "reward": 1.0, "done": True}',
+    "an answer of 20 MB": 'return {"messages": ["x" * 20_000_000], "reward": 1.0, "done": True}',
+    "a deep answer": 'x = []\nfor _ in range(500): x = [x]\nreturn {"messages": x, "done": True}',
+    "an end that is no truth": 'return {"messages": ["a"], "reward": 1.0, "done": "yes"}',
+}
+
+
+@pytest.mark.parametrize("body", LIES.values(), ids=LIES)
+def test_what_is_no_answer_drops_the_sample_as_the_tasks_fault(hostile, body):
+    rollout = hostile(body)
+    assert (rollout.state, rollout.reward, rollout.error.blame) == (State.FAILED, None, "task")
+    assert rollout.error.type == "EnvironmentFault"
+
+
+LOST = {
+    "it hangs": "time.sleep(100)",
+    "it hangs in a child": "os.fork() or time.sleep(100)\nos.waitpid(-1, 0)",
+    "it leaves": "os._exit(3)",
+    "it crashes": "import ctypes; ctypes.string_at(0)",
+    "it eats memory": 'x = "x" * 1_000_000_000\nreturn {"messages": [x], "reward": 1.0, "done": True}',
+    "it closes all that is open": "os.closerange(0, 100)\ntime.sleep(100)",
+}
+
+
+@pytest.mark.parametrize("body", LOST.values(), ids=LOST)
+def test_a_process_that_is_lost_is_killed_with_its_children_and_the_failure_may_be_tried_again(hostile, body):
+    begun = time.monotonic()
+    rollout = hostile(body)
+    assert (rollout.state, rollout.reward, rollout.error.blame) == (State.FAILED, None, "infrastructure")
+    assert time.monotonic() - begun < 60
+    assert nothing_is_left()
+
+
+def test_children_that_leave_the_group_end_with_the_process(hostile):
+    body = "for _ in range(5):\n    if not os.fork():\n        os.setsid()\n        time.sleep(1000)\n" + GOOD
+    assert hostile(body, reusable=False).reward == 1.0
+    assert nothing_is_left()
+
+
+def test_what_it_prints_goes_to_the_log_and_not_into_the_protocol(hostile, capfd):
+    body = 'print("a word of mine"); os.write(1, b"x" * 100_000); sys.stderr.write("and a moan")\n' + GOOD
+    assert hostile(body).reward == 1.0
+    assert "a word of mine" in capfd.readouterr().out
+
+
+def test_a_forked_child_cannot_answer_in_the_name_of_the_episode(hostile):
+    body = 'if not os.fork():\n    return {"messages": [], "reward": 666.0, "done": True}\nos.wait()\n' + GOOD
+    assert hostile(body, reusable=False).reward == 1.0
+
+
+def test_it_sees_no_network_no_other_process_and_no_secret(hostile, monkeypatch):
+    monkeypatch.setenv("MY_PASSWORD", "sesame")
+    body = """
+seen = sorted(name for name in os.listdir("/proc") if name.isdigit())
+try:
+    socket.create_connection(("127.0.0.1", 1), timeout=1)
+except OSError as error:
+    network = error.errno
+told = [len(seen), network, "MY_PASSWORD" in os.environ, os.environ["HOME"] == os.getcwd(), os.getpid()]
+return {"messages": [" ".join(map(str, told))], "reward": 1.0, "done": True}
+"""
+    rollout = hostile(body)
+    seen, network, secret, own_home, pid = rollout.trajectory.messages[-1].text.split()
+    assert (seen, secret, own_home, pid) == ("1", "False", "True", "1")
+    assert int(network) in (99, 100, 101), "no address, or no network at all"
+
+
+def test_it_has_a_temporary_directory_that_goes_with_it(hostile):
+    body = 'open("mark", "w").write("x")\nreturn {"messages": [os.getcwd()], "reward": 1.0, "done": True}'
+    rollout = hostile(body, reusable=False)
+    assert not Path(rollout.trajectory.messages[-1].text).exists()
+
+
+def test_the_same_seed_is_the_same_world_in_another_process(hostile):
+    body = 'return {"messages": [str(list({"a", "b", "c", "d"}))], "reward": 1.0, "done": True}'
+    worlds = {hostile(body, reusable=False).trajectory.messages[-1].text for _ in range(3)}
+    assert len(worlds) == 1
+
+
+def test_a_package_that_cannot_be_imported_and_one_that_is_not_installed_say_what_to_do(
+    hostile, configured, tmp_path
+):
+    rollout = hostile(GOOD, adapter="import a_package_that_is_not_there\n" + ADAPTER)
+    assert rollout.error.blame == "handler"
+    assert "rollout environments install toy" in rollout.error.message
+    assert "a_package_that_is_not_there" in rollout.error.message
+    configured(home=str(tmp_path))
+    with pytest.raises(Exception, match="rollout environments install toy"):
+        Foreign("toy", tmp_path).python  # noqa: B018
+
+
+def test_who_is_asked_without_a_simulator_is_the_deployments_fault(hostile):
+    rollout = hostile('return {"messages": [self.ask({"messages": []})], "reward": 1.0, "done": True}')
+    assert rollout.error.blame == "handler" and "ROLLOUT_SIMULATOR_URL" in rollout.error.message
