@@ -46,6 +46,7 @@ class FakeGateway:
         self.calls: list[tuple[str, str]] = []
         self.submissions: list[SubmitRequest] = []
         self.backends: dict[str, Backend] = {}
+        self.bundles: dict[str, bytes] = {}
         self.pages: dict[str, bytes] = {}
         """HTML files by their path."""
         self.faults: list[Any] = []
@@ -135,9 +136,20 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if fault == "drop-after":
             self.answer = lambda *_: setattr(self, "close_connection", True)  # type: ignore[method-assign]
+        if parts.path.startswith("/v1/bundles/"):
+            self.bundle(parts.path.rpartition("/")[2], body)
+            return
         self.route(parts.path, query, json.loads(body) if body else None)
 
-    do_GET = do_POST = do_DELETE = handle_any
+    do_GET = do_POST = do_DELETE = do_HEAD = do_PUT = handle_any
+
+    def bundle(self, digest: str, body: bytes) -> None:
+        if self.command == "PUT":
+            assert self.headers["content-type"] == "application/gzip"
+            self.fake.bundles[digest] = body
+            self.answer(201, {"digest": digest, "bytes": len(body), "created": True})
+            return
+        self.answer(200 if digest in self.fake.bundles else 404, None)
 
     def route(self, path: str, query: dict[str, str], body: Any) -> None:
         fake = self.fake

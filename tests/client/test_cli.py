@@ -22,11 +22,13 @@ from rollout import cli
 from rollout.progress import Meter
 from rollout.schema import Backend, BackendStats, ErrorInfo, SandboxRecord, State
 from rollout.schema.agents import Receipt
+from rollout.suites.bundles import pack
 from rollout.trajectory import FinishReason, Message, ToolCall, Trajectory
 from tests.client.fake_gateway import FakeGateway
 from tests.helpers.idle import in_time
 from tests.helpers.rollouts import chain, sampled
 from tests.helpers.stack import free_port, wait_until
+from tests.unit.test_harbor_directory import PLAIN, make
 
 TASKS = '{"question": "1 plus 2", "answer": "3"}\n\n{"question": "4 plus 5", "answer": "9"}\n'
 
@@ -67,6 +69,32 @@ def test_submit_reads_tasks_and_writes_one_rollout_a_line(gateway, invoke, tmp_p
         "4/4"
     )  # no word for minutes, else
     assert "4 completed, mean reward 1.000" in result.stderr
+
+
+def test_submit_sends_the_bundles_that_are_missing_before_the_first_rollout(gateway, invoke, tmp_path):
+    for name in ("a", "b"):
+        make(tmp_path / "set" / name, f'colour = 1\n[task]\nname = "acme/{name}"\n{PLAIN}')
+    first, second = (pack(tmp_path / "set" / name) for name in ("a", "b"))
+    gateway.bundles[first.digest] = b""
+    result = invoke("submit", str(tmp_path / "set"), "--n", "2")
+    assert result.exit_code == 0, result.output
+    assert gateway.bundles == {first.digest: b"", second.digest: second.content}
+    made = [method for method, path in gateway.calls if "bundles" in path or path == "/v1/rollouts"]
+    assert made == ["HEAD", "HEAD", "PUT", "POST"]
+    (submission,) = gateway.submissions
+    assert [(request.handler, request.n, request.task) for request in submission.requests] == [
+        ("harbor", 2, {"bundle": bundle.digest, "name": f"acme/{name}"})
+        for bundle, name in ((first, "a"), (second, "b"))
+    ]
+    assert f"{tmp_path}/set/a/task.toml: colour is not known" in result.stderr
+
+
+def test_a_fault_of_one_task_directory_is_told_before_anything_is_sent(gateway, invoke, tmp_path):
+    make(tmp_path / "set" / "a")
+    make(tmp_path / "set" / "b", "[agent]\ntimeout_sec = -1\n")
+    result = invoke("submit", str(tmp_path / "set"))
+    assert result.exit_code == 1 and gateway.bundles == {} and gateway.submissions == []
+    assert f"Error: {tmp_path}/set/b/task.toml: agent.timeout_sec: Input should be greater" in result.output
 
 
 def test_submit_reads_whole_requests_from_stdin_and_writes_to_stdout(invoke):

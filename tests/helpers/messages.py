@@ -63,7 +63,8 @@ GROUPS = (
         "A 4xx is the request's: the message names the field. After 429 and 503 the client tries again by "
         "itself. [API](api.md)",
         (
-            *("ApiProblem", "BatchConflict", "BatchEnded", "BatchRuns", "IdConflict", "NoSuchBatch"),
+            *("ApiProblem", "BatchConflict", "BatchEnded", "BatchRuns", "BundlesFull", "IdConflict"),
+            "NoSuchBatch",
             *(
                 "PayloadError",
                 "QuotaExceeded",
@@ -80,8 +81,14 @@ GROUPS = (
         "Tasks and datasets",
         "Mend the row, the map or the handler that is named. [Datasets](datasets.md), "
         "[handlers](handlers.md)",
-        ("DatasetError", "Refused"),
-        ("rollout/datasets.py", "workers/handlers/", "workers/agent/tools/", "workers/scoring/"),
+        ("DatasetError", "Refused", "SuiteError"),
+        (
+            "rollout/datasets.py",
+            "rollout/suites/",
+            "workers/handlers/",
+            "workers/agent/tools/",
+            "workers/scoring/",
+        ),
     ),
     Group("Planning", "[The path from start to end](guides/swe-qwen3-8b-verl.md)", ("PlanError",)),
     Group(
