@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint
+
 import pytest
 
 from rollout.suites import SuiteError, is_suite
+from rollout.suites.harbor import directory
 from rollout.suites.harbor.config import resolved
 from rollout.suites.harbor.directory import load, without_canary
 
@@ -392,6 +395,23 @@ def test_a_verifier_with_an_image_of_its_own_brings_its_tests_along(tmp_path):
 )
 def test_canary_lines_at_the_start_do_not_reach_the_model(text, rest):
     assert without_canary(text) == rest
+
+
+def test_a_dockerfile_that_cannot_be_built_is_refused_with_the_line(tmp_path, monkeypatch):
+    point = EntryPoint("dockerfile", "sandbox.images.dockerfile:load", "")
+    gone = EntryPoint("gone", "no_such_module:load", "")
+    monkeypatch.setattr(directory, "entry_points", lambda group: [gone, point])
+    directory._dockerfile_readers.cache_clear()
+    try:
+        make(tmp_path, "", **{"environment/Dockerfile": "FROM base\nRUN true\nVOLUME /data\nONBUILD RUN x\n"})
+        with pytest.raises(SuiteError, match=rf"^{tmp_path}/environment/Dockerfile:4: ONBUILD: "):
+            load(tmp_path)
+        assert load(tmp_path, check_image=False).config.environment.docker_image is None
+        (tmp_path / "environment" / "Dockerfile").write_text("FROM base\nCOPY nothing /srv\n")
+        with pytest.raises(SuiteError, match="Dockerfile:2: COPY: "):
+            load(tmp_path)
+    finally:
+        directory._dockerfile_readers.cache_clear()
 
 
 COMPOSE = """services:

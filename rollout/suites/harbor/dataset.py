@@ -185,11 +185,11 @@ class HarborTask:
         return RolloutRequest(handler=HARBOR, task=task, n=n, **fields)
 
 
-def read(source: Source) -> HarborTask:
+def read(source: Source, check_image: bool = True) -> HarborTask:
     """Look at one task whole. Raises SuiteError as `load` and `pack`, naming the place in the registry."""
     with source.open() as path:
         try:
-            directory: TaskDirectory = load(path)
+            directory: TaskDirectory = load(path, check_image)
             digest = pack(path).digest
         except SuiteError as error:
             raise SuiteError(str(error).replace(str(path), source.where)) from None
@@ -198,10 +198,20 @@ def read(source: Source) -> HarborTask:
 
 
 def tasks(
-    path: str | Path, split: str | None = None, clones: str | Path | None = None
+    path: str | Path,
+    split: str | None = None,
+    clones: str | Path | None = None,
+    check_image: bool = True,
 ) -> Iterator[HarborTask]:
-    """The tasks of a set, one at a time. Raises SuiteError as `sources` and `read`."""
-    return map(read, sources(path, split, clones))
+    """The tasks of a set, one at a time.
+
+    Args:
+        check_image: As `load` has it; the others as `sources`.
+
+    Raises:
+        SuiteError: As `sources`, `load` and `pack`.
+    """
+    return (read(source, check_image) for source in sources(path, split, clones))
 
 
 def requests(
@@ -211,16 +221,17 @@ def requests(
     *,
     split: str | None = None,
     clones: str | Path | None = None,
+    options: Mapping[str, Any] | None = None,
     **fields: Any,
 ) -> Iterator[RolloutRequest]:
     """Requests for the tasks of a set, for `client.rollouts`; the bundle of each is put first.
 
     Args:
-        fields: As `HarborTask.request` has them.
+        options, fields: As `HarborTask.request` has them.
     """
-    for task in tasks(path, split, clones):
+    for task in tasks(path, split, clones, check_image="image" not in (options or {})):
         client.put_bundle(task)
-        yield task.request(n, **fields)
+        yield task.request(n, options=options, **fields)
 
 
 def rows(path: str | Path, split: str | None = None, clones: str | Path | None = None) -> Iterator[Row]:

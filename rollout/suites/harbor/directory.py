@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -81,8 +85,11 @@ class TaskDirectory:
         return next((tests for tests in reversed(step.tests) if (tests / "Dockerfile").is_file()), None)
 
 
-def load(path: str | Path) -> TaskDirectory:
+def load(path: str | Path, check_image: bool = True) -> TaskDirectory:
     """Read a task directory.
+
+    Args:
+        check_image: Whether its Dockerfile is looked at, too, where what builds images is installed.
 
     Raises:
         SuiteError: Something is missing, wrong, or not to be had here; it names the file, and line or field.
@@ -101,6 +108,8 @@ def load(path: str | Path) -> TaskDirectory:
     )
     _require_possible(file, config)
     steps = tuple(_steps(root, config))
+    if check_image and config.environment.docker_image is None:
+        _require_buildable(root / "environment" / "Dockerfile")
     warnings = [f"{file}: {name} is not known" for name in unknown(config)]
     warnings += [f"{found}: its rules are not heeded" for found in sorted(root.rglob(".harborignore"))]
     return TaskDirectory(
@@ -222,3 +231,23 @@ def _require_machine(file: Path, name: str, environment: EnvironmentConfig) -> N
     if environment.gpus or environment.tpu:
         field = "gpus" if environment.gpus else "tpu"
         raise SuiteError(f"{file}: {name}.{field}: sandboxes have no accelerators")
+
+
+@lru_cache(maxsize=1)
+def _dockerfile_readers() -> list[Callable[[Path], Any]]:
+    """What builds images of Dockerfiles, where it is installed."""
+    readers = []
+    for point in entry_points(group="rollout.dockerfile_readers"):
+        try:
+            readers.append(point.load())
+        except ModuleNotFoundError:
+            continue  # of a part that a trainer need not have
+    return readers
+
+
+def _require_buildable(dockerfile: Path) -> None:
+    for reader in _dockerfile_readers():
+        try:
+            reader(dockerfile)
+        except Exception as error:  # the reader's own kinds, which the client does not know
+            raise SuiteError(f"{dockerfile.parent}/{error}") from None

@@ -129,7 +129,7 @@ async def trial_of(ctx: Context[HarborTask]) -> Trial:
     """
     path = await unpacked(ctx.task.bundle, ctx.rollout_id)
     try:
-        directory = await asyncio.to_thread(load, path)
+        directory = await asyncio.to_thread(load, path, check_image=False)  # `image_of` does
     except SuiteError as error:
         raise TaskError(str(error).replace(f"{path}/", "")) from error
     image = ctx.task.image and local_name(ctx.task.image)
