@@ -135,13 +135,13 @@ reports = Key("reports:run:<tenant>:<run>")
 bundle = Key("bundle:{<tenant>/<digest>}")
 """List: a bundle of the tenant in pieces. Not used for long it is deleted."""
 bundle_part = Key("bundle:part:<token>")
-"""List: one that is being written; expires soon."""
+"""List: a bundle that is being written, in pieces; expires soon."""
 bundles_of = Key("bundles:tenant:<tenant>")
 """Sorted set: digests of the tenant's bundles by when they were used last (ms)."""
 bundles_sizes = Key("bundles:sizes:<tenant>")
 """Hash: digest → bytes of the bundle."""
 BUNDLES_BYTES = "bundles:bytes"
-"""Hash: tenant → the sum of them."""
+"""Hash: tenant → bytes of its bundles."""
 BUNDLES_TOTALS = "bundles:totals"
 """Hash: sums for /metrics."""
 TENANTS_LIVE = "tenants:live"
