@@ -13,6 +13,7 @@ import click
 
 from rollout.cli.common import json_option
 from rollout.planning import GB, PUBLISHED, UNPACKED_GB, model_of, plan
+from rollout.suites import HARBOR, is_suite
 
 
 @click.command("plan")
@@ -27,7 +28,11 @@ from rollout.planning import GB, PUBLISHED, UNPACKED_GB, model_of, plan
     show_default=True,
     help="Of it that engines may take; 0.9 where no trainer is beside them.",
 )
-@click.option("--dataset", type=click.Path(exists=True, path_type=Path), help="Rows for the handler `swe`.")
+@click.option(
+    "--dataset",
+    type=click.Path(exists=True, path_type=Path),
+    help="Rows for the handler `swe`, or task directories.",
+)
 @click.option(
     "--unpacked-gb", type=click.FloatRange(0), default=UNPACKED_GB, show_default=True, help="An image."
 )
@@ -61,14 +66,17 @@ def plan_command(
 
 def _images(dataset: Path) -> int:
     """How many different images the rows need."""
-    for point in entry_points(group="rollout.image_readers", name="swe"):
+    reader = HARBOR if is_suite(dataset) else "swe"
+    for point in entry_points(group="rollout.image_readers", name=reader):
         try:
             return len(list(point.load()(dataset)))
         except ModuleNotFoundError as error:
             raise click.ClickException(f"--dataset needs {error.name!r}: make setup-tasks") from None
         except Exception as error:  # the reader's own kinds, which the client does not know
             raise click.ClickException(str(error)) from None
-    raise click.ClickException("--dataset needs the handler `swe`: pip install 'rollout-service[worker,swe]'")
+    raise click.ClickException(
+        f"--dataset needs the handler `{reader}`: pip install 'rollout-service[worker,swe]'"
+    )
 
 
 def _text(result: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any
 
 from rollout.suites import SuiteError
 
@@ -309,13 +309,7 @@ def unpack(content: bytes, digest: str, into: Path) -> None:
         elif member.content is None:
             path.mkdir(mode=0o755)
         else:
-            # Exclusive: nothing is written through what is there already.
-            with _made(path, member.mode) as file:
+            with path.open("xb") as file:  # nothing is written through what is there already
+                os.fchmod(file.fileno(), member.mode)
                 for piece in member.content:
                     file.write(piece)
-
-
-def _made(path: Path, mode: int) -> BinaryIO:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
-    os.fchmod(descriptor, mode)
-    return os.fdopen(descriptor, "wb")

@@ -12,8 +12,11 @@ from rollout.datasets import DatasetError, read
 from rollout.suites import SuiteError
 from rollout.suites.bundles import Bundle, pack, unpack
 from rollout.suites.harbor import requests, tasks
+from sandbox.errors import ImageError
 from tests.unit.test_harbor_directory import PLAIN, make
+from workers.handlers.harbor.needs import images_of
 
+DOCKERFILE = {"environment/Dockerfile": "FROM base\n"}
 NAMED = '[task]\nname = "acme/{}"\n' + PLAIN
 
 
@@ -171,6 +174,20 @@ def test_a_suite_is_a_dataset_of_rows_whose_bundles_are_put_first(tmp_path):
     (tmp_path / "set" / "c" / "instruction.md").write_text("Another text.")
     with pytest.raises(SuiteError, match="set/c: has changed since it was read"):
         source.put_bundles(lambda task: task.bundle())
+
+
+def test_each_image_of_a_suite_is_needed_once(tmp_path):
+    separate = '[verifier]\nenvironment_mode = "separate"\n'
+    make(tmp_path / "a", PLAIN)
+    make(tmp_path / "b", PLAIN + separate, **{"tests/Dockerfile": "FROM base\nRUN true\n"})
+    make(tmp_path / "c", separate + '[verifier.environment]\ndocker_image = "acme/v:1"\n', **DOCKERFILE)
+    make(tmp_path / "d", "", **DOCKERFILE)
+    found = dict(images_of(tmp_path))
+    assert (found.pop("base"), found.pop("acme-v-1")) == ("docker://base", "docker://acme/v:1")
+    assert sorted(found.values()) == [str(tmp_path / "b/tests"), str(tmp_path / "c/environment")]
+    make(tmp_path / "e", "", **{"environment/Dockerfile": "FROM base\nONBUILD RUN x\n"})
+    with pytest.raises(ImageError, match="ONBUILD"):
+        list(images_of(tmp_path))
 
 
 def test_requests_put_each_bundle_before_its_request(tmp_path):
