@@ -19,6 +19,7 @@ from rich.table import Column, Table
 from sandbox.errors import ImageError, SandboxError
 from sandbox.images import ImageStore
 from sandbox.images import build as building
+from sandbox.images import dockerfile as dockerfiles
 from sandbox.images.cache import size_text
 
 out = Console(width=None if sys.stdout.isatty() else 10_000)  # in a pipe a row is a line, whole
@@ -60,9 +61,10 @@ def images() -> None:
 @click.option(
     "--dataset",
     type=click.Path(exists=True, path_type=Path),
-    help="Instead of NAME and SOURCE: make each image that the tasks in this file need and that is missing.",
+    help="Instead of NAME and SOURCE: make each image that the tasks in this file need and that is missing; "
+    "of a directory, those of each environment/Dockerfile.",
 )
-@click.option("--reader", help="With --dataset: what reads it. [default: the only one that is installed]")
+@click.option("--reader", help="With --dataset: what reads it. [default: the only one for files]")
 @click.option(
     "--sources",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -76,7 +78,16 @@ def images() -> None:
     type=click.FloatRange(min=0, min_open=True),
     help="Seconds.",
 )
-@click.option("--build-arg", "pairs", multiple=True, metavar="NAME=VALUE", help="For {{ NAME }} in a *.def.")
+@click.option(
+    "--build-arg",
+    "pairs",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="For {{ NAME }} in a *.def, or an ARG of a Dockerfile.",
+)
+@click.option(
+    "--network", is_flag=True, help="RUN of a Dockerfile reaches what this machine reaches, FROM a registry."
+)
 @click.option("-q", "--quiet", is_flag=True, help="Show the build's output only when it fails.")
 def build(
     name: str | None,
@@ -87,12 +98,13 @@ def build(
     force: bool,
     timeout: float,
     pairs: tuple[str, ...],
+    network: bool,
     quiet: bool,
 ) -> None:
     """Make the image NAME from SOURCE, or those of a dataset.
 
-    SOURCE is a definition file (*.def), a directory, an archive of `docker save`, a SIF or squashfs file, or
-    docker://…, oras://…, library://….
+    SOURCE is a definition file (*.def), a Dockerfile or the directory with one, the directory of a root file
+    system, an archive of `docker save`, a SIF or squashfs file, or docker://…, oras://…, library://….
     """
     arguments = {}
     for pair in pairs:
@@ -107,7 +119,24 @@ def build(
 
     def make(name: str, source: str) -> None:
         begun = time.monotonic()
-        path = building.build(name, source, force=force, timeout=timeout, arguments=arguments, output=show)
+        dockerfile = dockerfiles.dockerfile_of(Path(source))
+        if dockerfile is None:
+            if network:
+                raise ImageError(f"--network is for Dockerfiles, not for {source!r}")
+            path = building.build(
+                name, source, force=force, timeout=timeout, arguments=arguments, output=show
+            )
+        else:
+            path = dockerfiles.build(
+                dockerfile,
+                name,
+                network=network,
+                output=show,
+                timeout=timeout,
+                arguments=arguments,
+                force=force,
+                beside=sources or dockerfile.parent,
+            )
         took = time.monotonic() - begun
         click.echo(
             f"built {path} ({size_text(path.stat().st_size)}) in {took:.1f} s; use it as image {name!r}"
@@ -117,7 +146,7 @@ def build(
         if name is not None:
             raise click.UsageError("give NAME and SOURCE, or --dataset, not both")
         with _guarded():
-            _build_all(_image_reader(reader)(dataset), sources, force, make)
+            _build_all(_image_reader(reader, dataset)(dataset), sources, force, make)
         return
     if name is None or source is None:
         raise click.UsageError("give NAME and SOURCE, or --dataset")
@@ -131,10 +160,11 @@ READERS = "rollout.image_readers"
 """Entry points of functions like that: what a task is, is not known here."""
 
 
-def _image_reader(name: str | None) -> ImageReader:
+def _image_reader(name: str | None, dataset: Path) -> ImageReader:
     points = {point.name: point for point in entry_points(group=READERS)}
-    if name is None and len(points) == 1:
-        (name,) = points
+    usual = [point for point in points if (point == "dockerfiles") == dataset.is_dir()]
+    if name is None and len(usual) == 1:
+        (name,) = usual
     if name not in points:
         known = ", ".join(sorted(points)) or "none"
         raise click.UsageError(f"--reader: there is no {name!r}; installed: {known} (entry points {READERS})")

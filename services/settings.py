@@ -294,6 +294,12 @@ class Settings(BaseModel):
         description="Directories, separated by colons, below which a task may name its image by a path; "
         "none = images have names. The sandbox host decides, the gateway refuses early.",
     )
+    image_builds: str = Field(
+        "off",
+        pattern="^(off|offline|network)$",
+        description="Whether workers build a missing image of a task's [Dockerfile](images.md#dockerfiles): "
+        "`off`, `offline`, or `network`, with which RUN reaches what the node reaches and FROM a registry.",
+    )
     stack_record: str = Field(
         "",
         description="Where `rollout up` notes how the parts of its stack fare, which `rollout status` shows; "

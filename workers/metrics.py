@@ -16,6 +16,7 @@ from rollout.schema import Stage
 from services.settings import Settings
 from workers.handlers.environments import metrics as environments
 from workers.held import Held
+from workers.image_builds import BUILD_SECONDS
 from workers.scoring import metrics as scoring
 
 log = structlog.get_logger("metrics")
@@ -50,7 +51,7 @@ class WorkerMetrics:
             buckets=LAG_BUCKETS_S,
             registry=self.registry,
         )
-        for metric in (*scoring.ALL, *environments.ALL, CHORE_FAILURES):
+        for metric in (*scoring.ALL, *environments.ALL, CHORE_FAILURES, BUILD_SECONDS):
             self.registry.register(metric)
         ProcessCollector(registry=self.registry)
         self.registry.register(self)

@@ -7,9 +7,10 @@ import contextlib
 import importlib
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -29,6 +30,20 @@ PER_SANDBOX = ("records", "scratch")
 def new_state() -> Path:
     """Short, because socket paths are limited; pytest's own directories are too long."""
     return Path(tempfile.mkdtemp(prefix="sbxt-", dir="/tmp"))
+
+
+def add_programs(root: Path, names: Iterable[str]) -> None:
+    """Copy programs of this machine into a root file system, with the libraries they need; `sh` is dash."""
+    needed: set[str] = set()
+    for name in names:
+        program = Path(shutil.which(name) or "").resolve()
+        shutil.copy(program, root / "usr/bin" / name)
+        listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
+        needed.update(word for word in listed.split() if word.startswith("/"))
+    (root / "usr/bin/sh").symlink_to("dash")
+    for library in needed:
+        (root / library[1:]).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(library, root / library[1:])
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from sandbox.images import ImageConfig, ImageStore, image_config, squashfs
 from sandbox.images.build import has_post, local_images
 from sandbox.images.environment import docker_environment
 from sandbox.runtimes.apptainer import Apptainer
+from tests.helpers.sandboxes import add_programs
 
 pytestmark = pytest.mark.apptainer
 
@@ -72,16 +73,7 @@ def tree(home: Path) -> Path:
         (root / name).mkdir(parents=True)
     (root / "opt/conda/lib/python3.12/site-packages/ipykernel/__init__.py").touch()
     (root / "bin").symlink_to("usr/bin")
-    needed: set[str] = set()
-    for name in TOOLS:
-        program = Path("/bin", name).resolve()
-        shutil.copy(program, root / "usr/bin" / name)
-        listed = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
-        needed.update(word for word in listed.split() if word.startswith("/"))
-    (root / "usr/bin/sh").symlink_to("dash")
-    for library in needed:
-        (root / library[1:]).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(library, root / library[1:])
+    add_programs(root, TOOLS)
     return root
 
 

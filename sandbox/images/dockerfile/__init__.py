@@ -1,90 +1,21 @@
 """Images from Dockerfiles, without Docker and without root rights.
 
-`lines` and `words` read a Dockerfile, `plan` says what it asks for, `context` what it copies; `build` has
-`inside` do it, a layer an instruction, each of them an overlay's upper directory in the node's image cache.
-docs/images.md says what is supported.
+`lines` and `words` read a Dockerfile, `plan` says what it asks for, `context` what it copies, `source` all of
+that; `builder` has `inside` do it, a layer an instruction, each of them an overlay's upper directory in the
+node's image cache. docs/images.md says what is supported.
 """
 
-from __future__ import annotations
+from typing import Any
 
-import hashlib
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from sandbox.images.dockerfile.source import dockerfile_of, image_name, images_below, load
 
-from sandbox.images.dockerfile import lines
-from sandbox.images.dockerfile.context import Found, Ignored, digest, find
-from sandbox.images.dockerfile.plan import Plan, Planner, Step
-from sandbox.images.environment import ImageConfig
-
-__all__ = ["Source", "image_name", "load"]
-
-VERSION = 1
-"""Of what is built from the same Dockerfile; another one gives other names."""
-NAME_CHARS = 20
+__all__ = ["build", "dockerfile_of", "image_name", "images_below", "load"]
 
 
-@dataclass(frozen=True)
-class Source:
-    """A Dockerfile, read, and the directory that it copies from."""
+def __getattr__(name: str) -> Any:
+    """`build`, loaded when it is asked for: `inside` begins for each step, and needs nothing of it."""
+    if name != "build":
+        raise AttributeError(name)
+    from sandbox.images.dockerfile.builder import build
 
-    context: Path
-    instructions: tuple[lines.Instruction, ...]
-    arguments: Mapping[str, str]
-    ignored: Ignored
-
-    def plan(self, bases: Mapping[str, ImageConfig] | None = None) -> Plan:
-        """`bases`: what the images declare that it starts from, by reference. Raises ImageError."""
-        known = bases or {}
-        planner = Planner(self.arguments, lambda _, reference: known.get(reference, ImageConfig()))
-        return planner.plan(list(self.instructions), "Dockerfile")
-
-    def found(self, step: Step) -> Found:
-        """What a step copies of the context. Raises ImageError where that is not there."""
-        try:
-            return find(self.context, step.sources, self.ignored, step.unpack)
-        except (ValueError, OSError) as error:
-            step.instruction.refuse(str(error))
-
-    def digest(self, step: Step) -> str:
-        """Of the step and what it copies of the context."""
-        content = digest(self.found(step)) if step.sources and step.origin is None else ""
-        return hash_of(step.request, step.sources, step.unpack, content)
-
-    def name(self) -> str:
-        """See `image_name`."""
-        stages = [
-            (stage.base, asdict(stage.config), [(self.digest(step), step.origin) for step in stage.steps])
-            for stage in self.plan().stages
-        ]
-        return f"dockerfile-{hash_of(stages)[:NAME_CHARS]}"
-
-
-def hash_of(*parts: object) -> str:
-    """SHA-256 in hexadecimal of what JSON can say."""
-    return hashlib.sha256(json.dumps([VERSION, *parts], sort_keys=True).encode()).hexdigest()
-
-
-def load(place: Path, arguments: Mapping[str, str] | None = None) -> Source:
-    """The Dockerfile in a directory, or the file itself, whose directory it copies from.
-
-    Raises ImageError, with file and line, for what is wrong or not supported.
-    """
-    dockerfile = place / "Dockerfile" if place.is_dir() else place
-    context = dockerfile.parent
-    instructions = tuple(lines.read(dockerfile))
-    source = Source(context, instructions, dict(arguments or {}), Ignored.of(context, dockerfile))
-    for stage in source.plan().stages:
-        for step in stage.steps:
-            if step.sources and step.origin is None:
-                source.found(step)
-    return source
-
-
-def image_name(context: Path, arguments: Mapping[str, str] | None = None) -> str:
-    """The name of the image of a Dockerfile: of its instructions and what they copy, and nothing else.
-
-    Nothing is built, and the images that it starts from need not be here. Raises as `load`.
-    """
-    return load(context, arguments).name()
+    return build

@@ -110,11 +110,11 @@ def parse(text: str, name: str = "Dockerfile") -> list[Instruction]:
         for word, dash, quoted in _heredocs(instruction):
             delimiter, body = quoted.replace('"', "").replace("'", ""), []
             while number < len(lines):
-                row = lines[number].lstrip("\t") if dash else lines[number]
+                row = lines[number].rstrip("\r")
                 number += 1
-                if row.rstrip("\r") == delimiter:
+                if (row.lstrip("\t") if dash else row) == delimiter:
                     break
-                body.append(row + "\n")
+                body.append(lines[number - 1] + "\n")
             else:
                 instruction.refuse(f"the text after {word} has no end: there is no line {delimiter!r}")
             heredocs.append(Heredoc(word, delimiter, "".join(body), delimiter == quoted))

@@ -24,9 +24,10 @@ from sandbox.config import HostConfig
 from sandbox.errors import ImageError
 from sandbox.images import build as building
 from sandbox.images import locks
-from sandbox.images.dockerfile import Source, context, hash_of, load
+from sandbox.images.dockerfile import context
 from sandbox.images.dockerfile.lines import Instruction
 from sandbox.images.dockerfile.plan import Stage, Step
+from sandbox.images.dockerfile.source import Source, hash_of, load
 from sandbox.images.environment import ImageConfig, image_config
 from sandbox.images.store import KEY_CHARS, ImageStore
 from sandbox.images.tool import REPOSITORY
@@ -92,7 +93,12 @@ def build(
 class Watch:
     """What bounds a build: time, the limits of a sandbox, somebody who has changed their mind."""
 
-    def __init__(self, timeout: float, cancelled: Callable[[], bool], output: Callable[[str], None]):
+    def __init__(
+        self,
+        timeout: float,
+        cancelled: Callable[[], bool],
+        output: Callable[[str], None] = lambda _: None,
+    ):
         self.timeout, self.cancelled, self.output = timeout, cancelled, output
         self.deadline = time.monotonic() + timeout
         self.limits = HostConfig.from_environment().limits(Limits())
@@ -233,8 +239,7 @@ class Builder:
         if origin is None:
             return "", []
         if isinstance(origin, str):
-            path = self.images[origin]
-            rootfs = self.store.rootfs(path.name.removesuffix(".sif"), self.user)
+            rootfs = self.store.rootfs(local_name(origin), self.user)
             self.leases.enter_context(self.store.hold(rootfs))
             return self.identity(origin), [str(rootfs)]
         if origin not in self.done:

@@ -1,0 +1,98 @@
+"""A Dockerfile and the directory beside it: checked when they are read, and named by what they ask for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from sandbox.images.dockerfile import lines
+from sandbox.images.dockerfile.context import Found, Ignored, digest, find
+from sandbox.images.dockerfile.plan import Plan, Planner, Step
+from sandbox.images.environment import ImageConfig
+
+VERSION = 1
+"""Of what is built from the same Dockerfile; another one gives other names."""
+NAME_CHARS = 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """A Dockerfile, read, and the directory that it copies from."""
+
+    context: Path
+    instructions: tuple[lines.Instruction, ...]
+    arguments: Mapping[str, str]
+    ignored: Ignored
+
+    def plan(self, bases: Mapping[str, ImageConfig] | None = None) -> Plan:
+        """`bases`: what the images declare that it starts from, by reference. Raises ImageError."""
+        known = bases or {}
+        planner = Planner(self.arguments, lambda _, reference: known.get(reference, ImageConfig()))
+        return planner.plan(list(self.instructions), "Dockerfile")
+
+    def found(self, step: Step) -> Found:
+        """What a step copies of the context. Raises ImageError where that is not there."""
+        try:
+            return find(self.context, step.sources, self.ignored, step.unpack)
+        except (ValueError, OSError) as error:
+            step.instruction.refuse(str(error))
+
+    def digest(self, step: Step) -> str:
+        """Of the step and what it copies of the context."""
+        content = digest(self.found(step)) if step.sources and step.origin is None else ""
+        return hash_of(step.request, step.sources, step.unpack, content)
+
+    def name(self) -> str:
+        """See `image_name`."""
+        stages = [
+            (stage.base, asdict(stage.config), [(self.digest(step), step.origin) for step in stage.steps])
+            for stage in self.plan().stages
+        ]
+        return f"dockerfile-{hash_of(stages)[:NAME_CHARS]}"
+
+
+def hash_of(*parts: object) -> str:
+    """SHA-256 in hexadecimal of what JSON can say."""
+    return hashlib.sha256(json.dumps([VERSION, *parts], sort_keys=True).encode()).hexdigest()
+
+
+def dockerfile_of(place: Path) -> Path | None:
+    """The Dockerfile that a source of an image is, or holds; None if it is something else."""
+    if place.is_dir():
+        is_root = any((place / name).is_dir() for name in ("usr", "bin"))
+        return place / "Dockerfile" if (place / "Dockerfile").is_file() and not is_root else None
+    is_one = place.name.startswith("Dockerfile") or place.suffix.lower() == ".dockerfile"
+    return place if is_one and place.is_file() else None
+
+
+def images_below(directory: Path) -> Iterator[tuple[str, str]]:
+    """Name and source of the image of each `environment/Dockerfile` of a tree of tasks. Raises as `load`."""
+    for dockerfile in sorted(directory.rglob("environment/Dockerfile")):
+        yield image_name(dockerfile.parent), str(dockerfile.parent)
+
+
+def load(place: Path, arguments: Mapping[str, str] | None = None) -> Source:
+    """The Dockerfile in a directory, or the file itself, whose directory it copies from.
+
+    Raises ImageError, with file and line, for what is wrong or not supported.
+    """
+    dockerfile = (place / "Dockerfile" if place.is_dir() else place).absolute()
+    context = dockerfile.parent
+    instructions = tuple(lines.read(dockerfile))
+    source = Source(context, instructions, dict(arguments or {}), Ignored.of(context, dockerfile))
+    for stage in source.plan().stages:
+        for step in stage.steps:
+            if step.sources and step.origin is None:
+                source.found(step)
+    return source
+
+
+def image_name(context: Path, arguments: Mapping[str, str] | None = None) -> str:
+    """The name of the image of a Dockerfile: of its instructions and what they copy, and nothing else.
+
+    Nothing is built, and the images that it starts from need not be here. Raises as `load`.
+    """
+    return load(context, arguments).name()

@@ -1,0 +1,657 @@
+"""Dockerfiles: read as Docker reads them, refused at their line, and built without Docker behind walls."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rollout import image_names
+from sandbox import paths, processes
+from sandbox.errors import ImageError
+from sandbox.images import ImageStore, image_config, squashfs
+from sandbox.images.dockerfile import build, image_name, lines, load, words
+from sandbox.images.dockerfile.builder import local_name
+from tests.helpers.sandboxes import add_programs
+from tests.sandbox.test_unprivileged import AS_NOBODY, NOBODY, ROOT, python_for
+
+pytestmark = pytest.mark.apptainer
+MARK = "rollout-dockerfile-test"
+
+
+@pytest.fixture(scope="module")
+def home() -> Iterator[Path]:
+    """Images and cache of one's own, with the base image, as the node has it unpacked, among the images."""
+    directory = Path(tempfile.mkdtemp(prefix="dkrt-", dir="/tmp"))
+    directory.chmod(0o755)
+    store = ImageStore()
+    base = store.rootfs("base", paths.sandbox_user())
+    with store.hold(base), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLLOUT_IMAGES", str(directory / "images"))
+        patch.setenv("ROLLOUT_IMAGE_CACHE", str(directory / "cache"))
+        patch.setenv("TMPDIR", str(directory / "tmp"))
+        patch.setattr(tempfile, "tempdir", None)
+        for name, mode in (("images", 0o755), ("tmp", 0o1777)):
+            (directory / name).mkdir()
+            (directory / name).chmod(mode)
+        (directory / "images/base").symlink_to(base)
+        yield directory
+    subprocess.run(["chmod", "-R", "u+rwx", directory], check=False, capture_output=True)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Write:
+    """Writes a Dockerfile and files beside it; returns their directory."""
+
+    def write(dockerfile: str, **files: str) -> Path:
+        directory = tmp_path / "context"
+        shutil.rmtree(directory, ignore_errors=True)
+        for name, text in {"Dockerfile": dockerfile, **files}.items():
+            place = directory / name.replace("__", "/").replace("dot_", ".")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text(text)
+        return directory
+
+    return write
+
+
+def steps(directory: Path, **arguments: str) -> list[dict]:
+    return [dict(step.request) for step in load(directory, arguments).plan().stages[-1].steps]
+
+
+def refused(directory: Path, **options: object) -> str:
+    with pytest.raises(ImageError) as caught:
+        build(directory, **options)
+    return str(caught.value)
+
+
+def said(directory: Path, **options: object) -> list[str]:
+    """What RUN lines print of a Dockerfile whose last one fails: so nothing is packed."""
+    printed: list[str] = []
+    with (directory / "Dockerfile").open("a") as file:
+        file.write("\nRUN exit 77\n")
+    message = refused(directory, output=printed.append, **options)
+    assert "status 77" in message, message
+    return printed
+
+
+def unpacked(image: Path, directory: Path) -> Path:
+    squashfs.unpack(image, directory / image.stem)
+    return directory / image.stem
+
+
+# -- reading ---------------------------------------------------------------------------
+
+
+def test_continuations_comments_and_heredocs_are_those_of_docker():
+    text = (
+        "# syntax=docker/dockerfile:1\n"
+        "# escape=`\n"
+        "\n"
+        "from base as One\n"
+        "RUN a `  \n"
+        "  # said within\n"
+        "\n"
+        "  && b \\\n"
+        "RUN cat <<EOF && cat 3<<-'X Y'\n"
+        "# no comment\n"
+        "EOF\n"
+        "\tline\n"
+        "\tX Y\n"
+        'COPY ["a b", "/c"]\r\n'
+    )
+    start, run, docs, copy = lines.parse(text)
+    assert (start.keyword, start.rest, start.place) == ("FROM", "base as One", "Dockerfile:4")
+    assert (run.rest, run.place) == ("a   && b \\", "Dockerfile:5")
+    assert [(doc.name, doc.content, doc.expand) for doc in docs.heredocs] == [
+        ("EOF", "# no comment\n", True),
+        ("X Y", "\tline\n", False),
+    ]
+    assert copy.array() == ["a b", "/c"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("$X/${X}", "x/x"),
+        ("${NO:-d}${X:+s}${E:-e}${E-kept}${NO+n}${E+set}", "dseset"),
+        ("'$X' \"$X '\\$X' \\n\"", "$X x '$X' \\n"),
+        ("\\$X \\a $ $$", "$X a $ "),
+        ('${NO:-${X:-"a b"}}', "x"),
+        ('${NO:-"a b"}', "a b"),
+    ],
+)
+def test_variables_are_replaced_as_docker_does(text, value):
+    assert words.expand(text, {"X": "x", "E": ""}) == value
+
+
+@pytest.mark.parametrize("text", ["${X", "${}", "'a", '"a', "${X#a}", "${NO?gone}", "${X/a/b}"])
+def test_what_docker_refuses_in_words_or_is_not_known_is_refused(text):
+    with pytest.raises(ValueError, match=r".+"):
+        words.expand(text, {"X": "x"})
+
+
+def test_arguments_and_environment_have_the_scopes_of_docker(context):
+    directory = context(
+        "ARG V=3\n"
+        "ARG W=$V.1\n"
+        "FROM base AS first\n"
+        "ARG V\n"
+        "ARG OWN=own\n"
+        "ENV A=1 B=$A$V 'C'=\"two words\" D=a\\ b\n"
+        "ENV OLD one  two\n"
+        "ENV OWN=env\n"
+        "WORKDIR /srv\n"
+        "WORKDIR $OWN\n"
+        "FROM first\n"
+        'SHELL ["/bin/bash", "-ec"]\n'
+        "ARG W\n"
+        "RUN echo $W\n"
+    )
+    run = steps(directory, OWN="given")[-1]
+    assert run["argv"] == ["/bin/bash", "-ec", "echo $W"]
+    assert run["directory"] == "/srv/env"
+    env = {name: run["env"].get(name) for name in ("A", "B", "C", "D", "OLD", "OWN", "V", "W")}
+    assert env == {
+        "A": "1",
+        "B": "3",
+        "C": "two words",
+        "D": "a b",
+        "OLD": "one  two",
+        "OWN": "env",
+        "V": None,
+        "W": "3.1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "line", "why"),
+    [
+        ("FROM base\nONBUILD RUN x", 2, "not supported"),
+        ("FROM base\nFETCH x", 2, "not supported"),
+        ("FROM base\n\nADD https://example.org/x /x", 3, "is not a file"),
+        ("FROM base\nADD git@example.org:a/b.git /x", 2, "is not a file"),
+        ("FROM base\nRUN --mount=type=secret,id=k x", 2, "--mount=type=secret,id=k is not supported"),
+        ("FROM base\nRUN --network=host x", 2, "--network=host"),
+        ("FROM base\nRUN --security=insecure x", 2, "insecure"),
+        ("FROM base\nCOPY --parents a b", 2, "--parents"),
+        ("FROM base\nCOPY --chmod=u+x Dockerfile /", 2, "--chmod"),
+        ("FROM base\nCOPY gone /", 2, "there is no 'gone'"),
+        ("FROM base\nCOPY ../../etc/passwd /", 2, "there is no"),
+        ("FROM base\nCOPY --from=3 a /", 2, "no stage 3"),
+        ("FROM /etc", 1, "not the name of an image"),
+        ("FROM ../x", 1, "not the name of an image"),
+        ("FROM --platform=linux/s390x base", 1, "s390x"),
+        ("FROM $NOTHING", 1, "stands for nothing"),
+        ("RUN x", 1, "no FROM before"),
+        ("FROM base\nENV A=1 B", 2, "not NAME=VALUE"),
+        ("FROM base\nRUN cat <<EOF\nx", 2, "has no end"),
+        ("FROM base\nSHELL /bin/sh", 2, "JSON array"),
+        ("FROM base\nCOPY a b /c", 2, "must be a directory"),
+        ("FROM base\nRUN ['a', 1]\nRUN [\"a\", 1]", 3, "only strings"),
+        ("", 1, "has none"),
+    ],
+)
+def test_what_is_not_supported_is_refused_at_load_with_its_line(context, dockerfile, line, why):
+    with pytest.raises(ImageError) as caught:
+        load(context(dockerfile))
+    assert str(caught.value).startswith(f"Dockerfile:{line}: ")
+    assert why in str(caught.value)
+
+
+def test_what_has_no_effect_in_a_sandbox_is_told_with_its_line(context):
+    directory = context(
+        "FROM base\nEXPOSE 80\nCMD x\nHEALTHCHECK NONE\nUSER joe\nCOPY --chown=1:1 Dockerfile /\n"
+    )
+    notices = load(directory).plan().notices
+    assert [notice.split(" ", 2)[:2] for notice in notices] == [
+        ["Dockerfile:2:", "EXPOSE"],
+        ["Dockerfile:3:", "CMD"],
+        ["Dockerfile:4:", "HEALTHCHECK"],
+        ["Dockerfile:5:", "USER"],
+        ["Dockerfile:6:", "COPY"],
+    ]
+
+
+def test_an_argument_that_nothing_declares_is_refused(context):
+    directory = context("FROM base\nARG USED\n")
+    load(directory, {"USED": "1", "http_proxy": "http://127.0.0.1:1"})
+    with pytest.raises(ImageError, match="no ARG declares the build argument TYPO"):
+        load(directory, {"TYPO": "1"})
+
+
+def test_the_name_changes_with_what_is_asked_for_and_copied_and_nothing_else(context):
+    dockerfile = "FROM base\nCOPY src /src\n"
+    name = image_name(context(dockerfile, src__a="1", src__b="2"))
+    assert name.startswith("dockerfile-") and len(name) == len("dockerfile-") + 20
+    directory = context("# said\n" + dockerfile, src__a="1", src__b="2", other="3")
+    (directory / "src/a").touch()
+    (directory / "src/a").chmod(0o600)
+    assert image_name(directory) == name
+    (directory / "src/a").chmod(0o700)
+    assert image_name(directory) != name
+    assert image_name(context(dockerfile, src__a="1", src__b="3")) != name
+    assert image_name(context(dockerfile, src__a="1", src__c="2")) != name
+    ignoring = context(dockerfile, src__a="1", src__b="2", src__log="x", dot_dockerignore="**/log\n")
+    assert image_name(ignoring) == name
+
+
+def test_a_dockerignore_is_read_as_docker_reads_it(context):
+    directory = context(
+        "FROM base\nCOPY . /all\n",
+        dot_dockerignore="# said\n*.md\n!README.md\n/build\n**/cache/*.bin\nkeep/*\n!keep/this\n",
+        README="",
+        build__x="",
+        src__build="",
+        src__cache__a="",
+        keep__this="",
+        keep__that="",
+    )
+    for name in ("README.md", "a.md", "src/cache/b.bin", "src/c.md"):
+        (directory / name).write_text("")
+    (step,) = load(directory).plan().stages[-1].steps
+    found = {entry.name for entry in load(directory).found(step).entries if entry.path.is_file()}
+    assert found == {
+        ".dockerignore",
+        "Dockerfile",
+        "README",
+        "README.md",
+        "keep/this",
+        "src/build",
+        "src/c.md",
+        "src/cache/a",
+    }
+
+
+def test_a_link_that_leads_out_of_the_context_is_not_followed(context):
+    directory = context("FROM base\nCOPY secret /\n")
+    (directory / "secret").symlink_to("/etc/passwd")
+    with pytest.raises(ImageError, match=r"Dockerfile:2: .*leads out of"):
+        image_name(directory)
+
+
+@pytest.mark.parametrize(
+    "reference",
+    ["python:3.11-slim", "ubuntu:latest", "docker.io/library/x", "ghcr.io/a/b@sha256:" + "0" * 64, "a/" * 99],
+)
+def test_images_of_registries_have_one_name_everywhere(reference):
+    assert local_name(reference) == image_names.local_name(reference) or "/" not in reference + ":"
+
+
+# -- building --------------------------------------------------------------------------
+
+
+def test_what_is_copied_lies_where_docker_puts_it(home, context, tmp_path):
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w:gz") as tar:
+        for name, kind, link in (("in/file", tarfile.REGTYPE, ""), ("in/hard", tarfile.LNKTYPE, "in/file")):
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname, member.size = kind, link, 4 if kind == tarfile.REGTYPE else 0
+            tar.addfile(member, io.BytesIO(b"data") if kind == tarfile.REGTYPE else None)
+    directory = context(
+        "FROM base AS first\n"
+        "RUN mkdir -p /made/d && echo 1 > /made/d/one && ln -s one /made/d/two && chmod 600 /made/d/one "
+        "&& ln -s /elsewhere /made/out\n"
+        "FROM scratch AS skipped\n"
+        "RUN this stage is not needed\n"
+        "FROM scratch\n"
+        "LABEL kept=yes\n"
+        "ENV PATH=/opt/bin:$PATH ONE=1\n"
+        "COPY a.txt b.txt /texts/\n"
+        "COPY --chmod=0711 a.txt /renamed\n"
+        "COPY dir /contents\n"
+        "COPY d*r/x* /wild/\n"
+        "WORKDIR /work/there\n"
+        "COPY a.txt .\n"
+        "COPY --from=first /made /taken\n"
+        "COPY --from=0 /made/d/one /etc/os-release /single/\n"
+        "COPY --from=base /etc/debian_version /\n"
+        "ADD in.tar.gz /added/\n"
+        "COPY in.tar.gz /copied/\n"
+        "COPY <<EOF <<'RAW' /docs/\n"
+        "$ONE \\$ONE\n"
+        "EOF\n"
+        "$ONE\n"
+        "RAW\n"
+        "COPY <<EOF /usr/named\n"
+        "text\n"
+        "EOF\n"
+        "USER joe:users\n"
+        'SHELL ["/bin/bash", "-c"]\n',
+        **{"a.txt": "a", "b.txt": "b", "dir__x1": "x1", "dir__deep__y": "y"},
+    )
+    (directory / "in.tar.gz").write_bytes(archive.getvalue())
+    (directory / "dir/link").symlink_to("x1")
+    printed: list[str] = []
+    image = build(directory, output=printed.append)
+    assert image == home / "images" / f"{image_name(directory)}.sif"
+    root = unpacked(image, tmp_path)
+    texts = {
+        str(path.relative_to(root)): path.read_text()
+        for path in root.rglob("*")
+        if path.is_file() and not path.is_symlink() and path.suffix not in (".gz", ".json")
+    }
+    version = texts.pop("debian_version")
+    assert version[0].isdigit() and "NAME" in texts.pop("single/os-release")
+    assert texts == {
+        "texts/a.txt": "a",
+        "texts/b.txt": "b",
+        "renamed": "a",
+        "contents/x1": "x1",
+        "contents/deep/y": "y",
+        "wild/x1": "x1",
+        "work/there/a.txt": "a",
+        "taken/d/one": "1\n",
+        "single/one": "1\n",
+        "added/in/file": "data",
+        "added/in/hard": "data",
+        "docs/EOF": "1 $ONE\n",
+        "docs/RAW": "$ONE\n",
+        "usr/named": "text\n",
+    }
+    assert (root / "renamed").stat().st_mode & 0o7777 == 0o711
+    assert (root / "taken/d/one").stat().st_mode & 0o7777 == 0o600
+    assert (root / "added/in/hard").stat().st_nlink == 2
+    links = {name: str((root / name).readlink()) for name in ("contents/link", "taken/d/two", "taken/out")}
+    assert links == {"contents/link": "x1", "taken/d/two": "one", "taken/out": "/elsewhere"}
+    assert (root / "copied/in.tar.gz").read_bytes() == archive.getvalue()
+    config = image_config(image)
+    assert config == image_config(root)
+    assert config.env["ONE"] == "1" and config.env["PATH"].startswith("/opt/bin:/usr")
+    assert (config.workdir, config.user, config.shell) == ("/work/there", "joe:users", ("/bin/bash", "-c"))
+    assert config.labels == {"kept": "yes"}
+    begun = time.monotonic()
+    assert build(directory, output=printed.append) == image
+    assert "built of the same already" in printed[-1]
+    assert time.monotonic() - begun < 1.5  # 45 ms; see benchmarks/harbor.py
+
+
+def test_installers_find_a_root_that_may_do_all_they_ask(home, context, tmp_path):
+    package = tmp_path / "package"
+    (package / "DEBIAN").mkdir(parents=True)
+    (package / "usr/share/own").mkdir(parents=True)
+    (package / "usr/share/own/file").write_text("from the package\n")
+    (package / "DEBIAN/control").write_text(
+        "Package: own\nVersion: 1\nArchitecture: all\nMaintainer: x <x@localhost>\nDescription: x\n"
+    )
+    script = package / "DEBIAN/postinst"
+    script.write_text(
+        "#!/bin/sh\nset -e\nadduser --system --quiet own || useradd -r own\nchown own /usr/share/own\n"
+    )
+    script.chmod(0o755)
+    wheel = tmp_path / "own-1-py3-none-any.whl"
+    about = "own-1.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("own.py", "VALUE = 42")
+        archive.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: own\nVersion: 1\n")
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/RECORD", "")
+    directory = context(
+        "FROM base\n"
+        "COPY own.deb *.whl /tmp/\n"
+        "RUN apt-get install -y --no-install-recommends /tmp/own.deb && dpkg -s own | grep ok && id own\n"
+        "RUN useradd -m -s /bin/bash joe && chown -R joe:joe /home/joe && install -d -o joe -g joe /srv/joe\n"
+        "USER joe\n"
+        "RUN echo home $HOME && python3 -c 'import os; os.setgroups([1]); os.setresuid(7, 7, 7)'\n"
+        "RUN pip install --no-index --find-links /tmp --break-system-packages own && python3 -c "
+        "'import own; print(own.VALUE)' && rm -rf /usr/share/doc /tmp/* && test ! -e /usr/share/doc\n"
+        "RUN --mount=type=cache,target=/root/.cache touch /root/.cache/x\n"
+        "RUN test -d /root/.cache -a ! -e /root/.cache/x -a ! -e /usr/share/doc && echo gone\n"
+        "RUN <<EOF\n#!/usr/bin/python3\nprint('a ' + 'script')\nEOF\n"
+    )
+    subprocess.run(
+        ["dpkg-deb", "--root-owner-group", "-Zgzip", "-b", package, directory / "own.deb"], check=True
+    )
+    shutil.copy(wheel, directory)
+    printed = said(directory)
+    for line in ("Status: install ok installed", "home /home/joe", "42", "gone", "a script"):
+        assert line in printed
+    assert any(line.startswith("uid=") and "(own)" in line for line in printed)
+
+
+ATTACKS = r"""
+import ctypes, errno, os, signal, socket, subprocess
+libc = ctypes.CDLL(None, use_errno=True)
+def call(name, *arguments):
+    ctypes.set_errno(0)
+    print(name, libc.syscall(*arguments), errno.errorcode.get(ctypes.get_errno(), ""))
+print("pids", sorted(int(p) for p in os.listdir("/proc") if p.isdigit())[:1], os.getppid() < 100)
+call("mount", 165, b"none", b"/mnt", b"tmpfs", 0, 0)
+call("unshare-user", 272, 0x10000000)
+call("unshare-net", 272, 0x40000000)
+call("keyctl", 250, 1, 0)
+call("bpf", 321, 0, 0, 0)
+call("open_by_handle_at", 304, 3, 0, 0)
+call("chown", 92, b"/etc/passwd", 5, 5)
+call("setuid", 105, 1000)
+call("ptrace", 101, 16, os.getppid() + 100000, 0, 0)
+for path in ("/proc/sys/kernel/core_pattern", "/proc/sysrq-trigger", "/sys/kernel/uevent_helper"):
+    try:
+        open(path, "w").write("x")
+        print("WROTE", path)
+    except OSError as error:
+        print("kept", path)
+print("interfaces", [name for _, name in socket.if_nameindex()])
+print("outside", os.path.exists(MARK), os.listdir("/home"))
+print("mounts", sum("upper" in line and "lowerdir" not in line for line in open("/proc/self/mounts")))
+print("blocks", [name for name in os.listdir("/dev") if name.startswith(("sd", "vd", "mem", "kmsg", "fuse"))])
+with open("/proc/1/environ", "rb") as file:
+    print("secret", b"ROLLOUT_SECRET" in file.read() or "ROLLOUT_SECRET" in os.environ)
+"""
+
+
+def test_a_run_reaches_nothing_outside_and_has_no_rights_there(home, context, tmp_path, monkeypatch):
+    monkeypatch.setenv("ROLLOUT_SECRET", "x")
+    secret = tmp_path / "secret"
+    secret.write_text("x")
+    printed = said(
+        context(
+            "FROM base\nCOPY attack.py /\nRUN python3 /attack.py\n",
+            **{"attack.py": f"MARK = {str(secret)!r}\n{ATTACKS}"},
+        )
+    )
+    answers = printed[[line.startswith("pids") for line in printed].index(True) :]
+    assert answers[0] == "pids [1] True"
+    for name in ("mount", "unshare-user", "unshare-net", "keyctl", "bpf", "open_by_handle_at"):
+        assert f"{name} -1 EPERM" in answers
+    assert {"chown 0 ", "setuid 0 "} <= {line + " " * (line[-1] == "0") for line in answers}
+    assert "ptrace -1 ESRCH" in answers
+    assert not [line for line in answers if line.startswith("WROTE")]
+    assert "interfaces ['lo']" in answers
+    assert "outside False []" in answers
+    assert "blocks []" in answers
+    assert "secret False" in answers
+
+
+def users_processes() -> list[int]:
+    return [pid for pid in processes.all_pids() if MARK.encode() in command_of(pid)]
+
+
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.mark.parametrize(
+    ("line", "limit", "why"),
+    [
+        ("head -c 400M /dev/zero > /big", ("DISK_MB", "64"), "File too large|limit of 64 disk_mb"),
+        (
+            "for i in 1 2 3 4; do head -c 30M /dev/zero > /dev/shm/$i; done; sleep 60",
+            ("DISK_MB", "64"),
+            "disk_mb",
+        ),
+        ("i=0; mkdir /d; while :; do i=$((i+1)); : > /d/$i; done", ("FILES", "500"), "limit of 500 files"),
+        ("python3 -c 'x = bytearray(900 << 20)'", ("MEMORY_MB", "256"), "MemoryError|limit of 256 memory_mb"),
+        (
+            "python3 -c 'import os, signal; [os.fork() or signal.pause() for _ in range(99)]'",
+            ("PROCESSES", "60"),
+            "BlockingIOError|limit of 60 processes",
+        ),
+    ],
+)
+def test_a_run_is_held_to_the_limits_of_a_sandbox(home, context, monkeypatch, line, limit, why):
+    monkeypatch.setenv(f"ROLLOUT_SANDBOX_{limit[0]}", limit[1])
+    begun = time.monotonic()
+    message = refused(context(f"FROM base\nRUN : {MARK}; {line}\n"), timeout=40)
+    assert re.search(why, message) and message.startswith("Dockerfile:2: ")
+    assert time.monotonic() - begun < 30
+    assert not users_processes()
+    assert not [*(home / "cache").glob(".*.unpacking")]
+
+
+def test_a_run_that_sleeps_for_ever_ends_with_the_time_and_leaves_nothing(home, context):
+    message = refused(context(f"FROM base\nRUN setsid sh -c ': {MARK}; sleep 900' & sleep 900\n"), timeout=2)
+    assert "the build took longer than 2 s" in message
+    assert not users_processes()
+    assert not [*(home / "cache").glob(".*.unpacking")]
+
+
+def test_what_a_run_leaves_running_ends_with_it(home, context):
+    begun = time.monotonic()
+    said(context(f"FROM base\nRUN nohup setsid sh -c ': {MARK}; sleep 900' > /dev/null 2>&1 & sleep 0.2\n"))
+    assert time.monotonic() - begun < 20
+    assert not users_processes()
+
+
+def test_a_build_that_is_cancelled_ends_at_once(home, context):
+    stop = threading.Event()
+    threading.Timer(1.0, stop.set).start()
+    begun = time.monotonic()
+    message = refused(context(f"FROM base\nRUN : {MARK}; sleep 900\n"), cancelled=stop.is_set)
+    assert "cancelled" in message and time.monotonic() - begun < 10
+    assert not users_processes()
+
+
+def test_a_killed_build_leaves_nothing_that_is_taken_for_whole(home, context):
+    directory = context(f"FROM base\nRUN touch /half; : {MARK}; sleep 2; echo whole\n")
+    command = [
+        sys.executable,
+        "-c",
+        f"from pathlib import Path\nfrom sandbox.images.dockerfile import build\nbuild(Path({str(directory)!r}))",
+    ]
+    process = subprocess.Popen(command, cwd=ROOT)
+    deadline = time.monotonic() + 60
+    while not users_processes() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert users_processes()
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while users_processes() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not users_processes()
+    (directory / "Dockerfile").write_text(f"FROM base\nRUN touch /half; : {MARK}; sleep 2; echo whole\n")
+    assert "whole" in said(directory)
+    assert not [*(home / "cache").glob(".*.unpacking")]
+
+
+def test_a_layer_is_built_once_for_all_who_want_it_and_anew_when_asked(home, context):
+    directory = context("FROM base\nRUN head -c 8 /dev/urandom | od -An -tx8; sleep 1\n")
+    results: list[list[str]] = []
+    (directory / "Dockerfile").open("a").write("\nRUN exit 77\n")
+
+    def go(**options: object) -> None:
+        printed: list[str] = []
+        refused(directory, output=printed.append, **options)
+        results.append([line for line in printed if len(line.strip()) == 16 and " " not in line.strip()])
+
+    threads = [threading.Thread(target=go) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(map(len, results)) == [0, 0, 1]
+    go()
+    assert results.pop() == []
+    go(force=True)
+    assert len(results.pop()) == 1
+
+
+def test_layers_count_against_the_quota_and_the_least_recently_used_goes(home, context):
+    directory = context("FROM base\nRUN head -c 3M /dev/urandom > /a\n")
+    said(directory)
+    store = ImageStore()
+    (layer,) = [
+        entry
+        for entry in store.cache.entries()
+        if (entry.source or "").endswith("Dockerfile:2") and 3 << 20 < entry.bytes < 4 << 20
+    ]
+    assert layer.in_use is None
+    small = ImageStore(quota=sum(entry.bytes for entry in store.cache.entries()) - 1)
+    assert small.cache.prune()
+    assert sum(entry.bytes for entry in store.cache.entries()) <= small.cache.quota
+
+
+def test_an_absent_image_is_named_with_what_to_do(home, context):
+    message = refused(context("FROM scratch AS a\nCOPY --from=ghcr.io/no/such:1 /x /\nFROM a\n"))
+    assert message.startswith("Dockerfile:2: ")
+    assert "rollout images build ghcr.io-no-such-1 docker://ghcr.io/no/such:1" in message
+    assert "docker save" in message
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as a plain user already")
+def test_builds_run_as_the_sandboxes_user_and_never_as_root(home, context, monkeypatch):
+    seen: list[int] = []
+
+    def look(line: str) -> None:
+        seen.extend(Path(f"/proc/{pid}").stat().st_uid for pid in users_processes())
+
+    refused(context(f"FROM base\nRUN : {MARK}; echo now; sleep 0.3; exit 1\n"), output=look)
+    assert seen and set(seen) == {paths.sandbox_user()}
+    monkeypatch.setenv("ROLLOUT_SANDBOX_UID", "0")
+    assert "not built as root" in refused(context("FROM base\nRUN x\n"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as a plain user already")
+def test_a_plain_user_builds_as_well(home):
+    own = Path(tempfile.mkdtemp(prefix="dkrn-", dir="/tmp"))
+    try:
+        for name in ("images/small/usr/bin", "context", "tmp"):
+            (own / name).mkdir(parents=True)
+        (own / "images/small/bin").symlink_to("usr/bin")
+        add_programs(own / "images/small", ("dash", "id", "ls", "touch", "chown"))
+        (own / "context/Dockerfile").write_text(
+            "FROM small AS all\nRUN id -u; touch /x; chown 5:5 /x; echo 'Uid:' $(ls -ln /x)\n"
+            "FROM scratch\nCOPY --from=all /x /usr/x\n"
+        )
+        subprocess.run(["chown", "-R", f"{NOBODY}:{NOBODY}", own], check=True)
+        environment = {
+            "PATH": paths.tool_path(),
+            "HOME": str(own),
+            "TMPDIR": str(own / "tmp"),
+            "ROLLOUT_IMAGES": str(own / "images"),
+            "ROLLOUT_IMAGE_CACHE": str(own / "cache"),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        python = python_for(environment)
+        if python is None:
+            pytest.skip("no interpreter that another user may run")
+        script = (
+            "import sys\nfrom pathlib import Path\nfrom sandbox.images.dockerfile import build\n"
+            f"print(build(Path({str(own / 'context')!r}), 'mine', output=print))"
+        )
+        done = subprocess.run([python, "-c", script], env=environment, text=True, **AS_NOBODY)
+        assert done.returncode == 0, done.stderr
+        assert "\n0\n" in done.stdout and "Uid: -rw-r--r-- 1 0 0" in done.stdout
+        assert (own / "images/mine.sif").stat().st_uid == NOBODY
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
