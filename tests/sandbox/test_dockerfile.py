@@ -502,6 +502,11 @@ def command_of(pid: int) -> bytes:
         ("i=0; mkdir /d; while :; do i=$((i+1)); : > /d/$i; done", ("FILES", "500"), "limit of 500 files"),
         ("python3 -c 'x = bytearray(900 << 20)'", ("MEMORY_MB", "256"), "MemoryError|limit of 256 memory_mb"),
         (
+            "python3 -c 'import os; f = os.memfd_create(\"\"); [os.write(f, bytes(9**7)) for _ in [0] * 99]'",
+            ("MEMORY_MB", "256"),
+            "limit of 256 memory_mb",
+        ),
+        (
             "python3 -c 'import os, signal; [os.fork() or signal.pause() for _ in range(99)]'",
             ("PROCESSES", "60"),
             "BlockingIOError|limit of 60 processes",
@@ -525,6 +530,33 @@ def test_a_run_that_sleeps_for_ever_ends_with_the_time_and_leaves_nothing(home, 
     assert not [*(home / "cache").glob(".*.unpacking")]
 
 
+def small_image(place: Path, owner: int) -> Path:
+    """A directory image with a shell and little else."""
+    (place / "usr/bin").mkdir(parents=True)
+    (place / "bin").symlink_to("usr/bin")
+    add_programs(place, ("dash", "id", "ls", "touch", "chown"))
+    subprocess.run(["chown", "-hR", f"{owner}:{owner}", place], check=True)
+    return place
+
+
+def test_no_link_of_an_image_has_anything_made_or_mounted_outside(home, context):
+    outside = home / "outside"
+    outside.mkdir()
+    outside.chmod(0o777)
+    image = small_image(home / "images/linked", paths.sandbox_user() or os.getuid())
+    for name in ("dev", "proc"):
+        (image / name).symlink_to(f"/oldroot{outside}")
+    (image / "cache").symlink_to(f"/oldroot{outside}")
+    directory = context(
+        "FROM linked\n"
+        "RUN --mount=type=cache,target=/cache/made touch /cache/made/x && ls -d /proc/self /dev/null\n"
+        "WORKDIR /cache/work\n"
+        "COPY Dockerfile /cache/copied\n"
+    )
+    said(directory)
+    assert not [*outside.iterdir()]
+
+
 def test_what_a_run_leaves_running_ends_with_it(home, context):
     begun = time.monotonic()
     said(context(f"FROM base\nRUN nohup setsid sh -c ': {MARK}; sleep 900' > /dev/null 2>&1 & sleep 0.2\n"))
@@ -546,7 +578,7 @@ def test_a_killed_build_leaves_nothing_that_is_taken_for_whole(home, context):
     command = [
         sys.executable,
         "-c",
-        f"from pathlib import Path\nfrom sandbox.images.dockerfile import build\nbuild(Path({str(directory)!r}))",
+        f"import pathlib, sandbox.images.dockerfile as d\nd.build(pathlib.Path({str(directory)!r}))",
     ]
     process = subprocess.Popen(command, cwd=ROOT)
     deadline = time.monotonic() + 60
@@ -625,10 +657,9 @@ def test_builds_run_as_the_sandboxes_user_and_never_as_root(home, context, monke
 def test_a_plain_user_builds_as_well(home):
     own = Path(tempfile.mkdtemp(prefix="dkrn-", dir="/tmp"))
     try:
-        for name in ("images/small/usr/bin", "context", "tmp"):
-            (own / name).mkdir(parents=True)
-        (own / "images/small/bin").symlink_to("usr/bin")
-        add_programs(own / "images/small", ("dash", "id", "ls", "touch", "chown"))
+        for name in ("images", "context", "tmp"):
+            (own / name).mkdir()
+        small_image(own / "images/small", NOBODY)
         (own / "context/Dockerfile").write_text(
             "FROM small AS all\nRUN id -u; touch /x; chown 5:5 /x; echo 'Uid:' $(ls -ln /x)\n"
             "FROM scratch\nCOPY --from=all /x /usr/x\n"

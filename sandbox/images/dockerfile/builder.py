@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from sandbox import paths, processes, trees
+from sandbox import memory, paths, processes, room, trees
 from sandbox.config import HostConfig
 from sandbox.errors import ImageError
 from sandbox.images import build as building
@@ -101,7 +101,8 @@ class Watch:
     ):
         self.timeout, self.cancelled, self.output = timeout, cancelled, output
         self.deadline = time.monotonic() + timeout
-        self.limits = HostConfig.from_environment().limits(Limits())
+        config = HostConfig.from_environment()
+        self.limits, self.floors = config.limits(Limits()), config.floors
 
     @property
     def left(self) -> float:
@@ -128,27 +129,29 @@ class Watch:
 
     def wait_for(self, process: subprocess.Popen[bytes], layer: Path) -> int:
         """The status of a step's process. Raises ImageError where it goes over a limit."""
-        pause = POLL_S
+        pause, survey = POLL_S, memory.Survey()
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 return process.wait(pause)
             self.check()
             begun = time.monotonic()
-            self.check_usage(process.pid, layer)
+            self.check_usage(processes.usages(process.pid), survey, layer)
             pause = min(SLOWEST_S, max(POLL_S, 4 * (time.monotonic() - begun)))
 
-    def check_usage(self, pid: int, layer: Path) -> None:
-        """Raises ImageError naming the limit that is passed."""
+    def check_usage(self, usages: list[processes.Usage], survey: memory.Survey, layer: Path) -> None:
+        """Raises ImageError naming what is short, or the limit that is passed."""
+        for reason in room.shortages(layer, self.floors).values():
+            raise ImageError(f"{reason}; free some, or build elsewhere")
         limits = self.limits
         assert limits.disk_mb and limits.files and limits.memory_mb and limits.processes
         used, files = trees.usage(layer, limits.disk_mb << 20, limits.files)
-        usages = processes.usages(pid)
-        memory, threads = sum(usage.rss_bytes for usage in usages), sum(usage.threads for usage in usages)
+        holding = survey.held(usages, None, limits.memory_mb << 20)
+        held, unlinked = (holding.total, holding.unlinked) if holding else (0, 0)
         for what, amount, most in (
-            ("disk_mb", used >> 20, limits.disk_mb),
+            ("disk_mb", used + unlinked >> 20, limits.disk_mb),
             ("files", files, limits.files),
-            ("memory_mb", memory >> 20, limits.memory_mb),
-            ("processes", threads, limits.processes),
+            ("memory_mb", held >> 20, limits.memory_mb),
+            ("processes", sum(usage.threads for usage in usages), limits.processes),
         ):
             if amount > most:
                 variable = f"ROLLOUT_SANDBOX_{what.upper()}"

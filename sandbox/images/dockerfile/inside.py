@@ -30,6 +30,7 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_RDONLY, MS_NOSUID, MS_NODEV = 0x1, 0x2, 0x4
 OPEN_FILES = 4096
+NICENESS = 10  # builds yield to the workers
 CAPABILITIES = ("CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_SETFCAP", "CAP_SYS_CHROOT")
 """Over files of the namespace's one user: what root of an image expects when it installs something."""
 # Name → its number on x86_64 and on aarch64. They answer 0 and do nothing, for there is no other user that a
@@ -74,6 +75,7 @@ def step_down(user: int | None, limits: dict[str, int]) -> None:
     seccomp.prctl(PR_SET_DUMPABLE, 1)  # else /proc/self stays root's
     seccomp.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     seccomp.join_own_keyring()
+    os.nice(NICENESS)
     uid, gid = os.geteuid(), os.getegid()
     if _libc.unshare(CLONE_NEWUSER | CLONE_NEWNS) != 0:
         raise OSError(ctypes.get_errno(), "no user namespace: it takes one to build an image")
@@ -128,6 +130,15 @@ def enter(root: Path) -> None:
     os.umask(0o022)
 
 
+def directory(path: str | Path) -> Path:
+    """A directory of the image, made if it is missing, by its path without links: for bubblewrap, which comes
+    from outside, one leads elsewhere.
+    """
+    place = Path(path).resolve()
+    place.mkdir(parents=True, exist_ok=True)
+    return place
+
+
 # -- RUN -------------------------------------------------------------------------------
 
 
@@ -135,10 +146,14 @@ def run(request: dict[str, Any], root: Path) -> None:
     """Become what RUN says."""
     back = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     enter(root)
-    Path(request["directory"]).mkdir(parents=True, exist_ok=True)
+    directory(request["directory"])
     environment = {"HOME": _home(request["user_name"]), "HOSTNAME": "build", **request["env"]}
     environment["APT_CONFIG"] = f"{PIPES}/apt.conf"
     names = [_name_file(f"/etc/{name}") for name in ("resolv.conf", "hosts") if request["network"]]
+    empty = [str(directory(target)) for target in request["empty"]]
+    for name in ("/proc", "/dev"):
+        if Path(name).is_symlink():  # bubblewrap would mount where it leads
+            Path(name).unlink()
     os.fchdir(back)
     os.chroot(".")
     os.close(back)
@@ -150,7 +165,7 @@ def run(request: dict[str, Any], root: Path) -> None:
         flags.append("--unshare-net")
     flags += ["--bind", str(root), "/", "--proc", "/proc", "--dev", "/dev"]
     flags += ["--bind", str(layer / "shm"), "/dev/shm", "--ro-bind", str(layer / "pipes"), PIPES]
-    for number, target in enumerate(request["empty"]):
+    for number, target in enumerate(empty):
         (layer / "shm" / f".{number}").mkdir()
         flags += ["--bind", str(layer / "shm" / f".{number}"), target]
     for name in ("/proc/keys", "/proc/key-users"):
@@ -193,7 +208,7 @@ def _home(user: str) -> str:
 def _name_file(path: str) -> tuple[str, str]:
     """The machine's file, and where the image has it, links followed; made if it is missing."""
     place = Path(path).resolve()
-    place.parent.mkdir(parents=True, exist_ok=True)
+    directory(place.parent)
     place.touch()
     return path, str(place)
 
@@ -206,7 +221,7 @@ def put(request: dict[str, Any], root: Path) -> None:
     bases = json.loads(sys.stdin.buffer.readline()) if "target" in request else []
     enter(root)
     if "directory" in request:
-        Path(request["directory"]).mkdir(parents=True, exist_ok=True)
+        directory(request["directory"])
         return
     into = request["into"] or len(bases) + len(request["files"]) > 1
     tops: dict[str, Path] = {}
@@ -230,7 +245,7 @@ def _top(target: str, name: str, into: bool, is_directory: bool) -> Path:
         place = place / name
     elif not is_directory:
         place = place.resolve()
-    (place if is_directory else place.parent).mkdir(parents=True, exist_ok=True)
+    directory(place if is_directory else place.parent)
     return place
 
 
