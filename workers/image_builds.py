@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -67,6 +68,9 @@ def _build(context: Path, timeout_s: float, cancelled: threading.Event) -> str:
     store.cache.make()
     with watch.turn(paths.image_cache() / "builds.turn"):
         begun, outcome = time.monotonic(), "failed"
+        with suppress(ImageError):  # another rollout of its group has had it built
+            store.find(name)
+            return name
         try:
             build(
                 context,

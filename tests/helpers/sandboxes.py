@@ -46,6 +46,15 @@ def add_programs(root: Path, names: Iterable[str]) -> None:
         shutil.copy(library, root / library[1:])
 
 
+def small_image(place: Path, owner: int) -> Path:
+    """A directory image with a shell and little else."""
+    (place / "usr/bin").mkdir(parents=True)
+    (place / "bin").symlink_to("usr/bin")
+    add_programs(place, ("dash", "id", "ls", "touch", "chown"))
+    subprocess.run(["chown", "-hR", f"{owner}:{owner}", place], check=True)
+    return place
+
+
 @contextlib.contextmanager
 def server_modules(*names: str) -> Iterator[list[ModuleType]]:
     """Modules of the sandbox's server, which import each other by their bare names, as they lie inside."""

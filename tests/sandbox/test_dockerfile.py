@@ -24,7 +24,7 @@ from sandbox.errors import ImageError
 from sandbox.images import ImageStore, image_config, squashfs
 from sandbox.images.dockerfile import build, image_name, lines, load, words
 from sandbox.images.dockerfile.builder import local_name
-from tests.helpers.sandboxes import add_programs
+from tests.helpers.sandboxes import small_image
 from tests.sandbox.test_unprivileged import AS_NOBODY, NOBODY, ROOT, python_for
 
 pytestmark = pytest.mark.apptainer
@@ -528,15 +528,6 @@ def test_a_run_that_sleeps_for_ever_ends_with_the_time_and_leaves_nothing(home, 
     assert "the build took longer than 2 s" in message
     assert not users_processes()
     assert not [*(home / "cache").glob(".*.unpacking")]
-
-
-def small_image(place: Path, owner: int) -> Path:
-    """A directory image with a shell and little else."""
-    (place / "usr/bin").mkdir(parents=True)
-    (place / "bin").symlink_to("usr/bin")
-    add_programs(place, ("dash", "id", "ls", "touch", "chown"))
-    subprocess.run(["chown", "-hR", f"{owner}:{owner}", place], check=True)
-    return place
 
 
 def test_no_link_of_an_image_has_anything_made_or_mounted_outside(home, context):
