@@ -277,8 +277,8 @@ class Settings(BaseModel):
     )
     task_egress: bool = Field(
         False,
-        description="Whether [tasks](harbor.md) that ask for a network get one, through a proxy of the worker: "
-        "the hosts that they list, or all public addresses; never the deployment's own network.",
+        description="Whether [tasks](harbor.md) that ask for a network get one, by a proxy of the worker: "
+        "hosts that they list, or all public addresses; never the deployment's own network.",
     )
     task_variables: str = Field(
         "",

@@ -31,7 +31,7 @@ def write_task(
 
     Args:
         toml: `task.toml` but for the image, which is the base image unless it names one.
-        instruction, test, solution: `instruction.md`, `tests/test.sh`, `solution/solve.sh`; None = there is none.
+        instruction, test, solution: `instruction.md`, `tests/test.sh`, `solution/solve.sh`; None = no file.
         files: Further ones, by their paths.
     """
     text = textwrap.dedent(toml)
@@ -57,3 +57,100 @@ def request(root: Path, **more: object) -> dict[str, object]:
     bundle = pack(root)
     keep(bundle)
     return {"bundle": bundle.digest, **more}
+
+
+MCP_SERVER = '''
+import json, sys
+TOOLS = [
+    {
+        "name": "add",
+        "description": "Add two numbers.",
+        "inputSchema": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "number"}}},
+    },
+    {"name": "count", "inputSchema": {"type": "object"}},
+    {"name": "odd.name", "inputSchema": "none"},
+]
+calls = 0
+
+def answer(message):
+    """The result of a request; None of a notification."""
+    global calls
+    if "id" not in message:
+        return None
+    method, params = message["method"], message.get("params", {})
+    if method == "initialize":
+        result = {"protocolVersion": params["protocolVersion"], "capabilities": {"tools": {}}}
+        result["serverInfo"] = {"name": "toy", "version": "1"}
+    elif method == "tools/list":
+        first = "cursor" not in params
+        result = {"tools": TOOLS[:1], "nextCursor": "more"} if first else {"tools": TOOLS[1:]}
+    elif params["name"] == "add":
+        text = str(params["arguments"]["a"] + params["arguments"]["b"])
+        result = {"content": [{"type": "text", "text": text}]}
+    elif params["name"] == "count":
+        calls += 1
+        result = {"content": [], "structuredContent": {"calls": calls}}
+    else:
+        result = {"content": [{"type": "image", "data": "x"}], "isError": True}
+    return {"jsonrpc": "2.0", "id": message["id"], "result": result}
+'''
+"""A server of three tools, but for how its messages travel."""
+
+MCP_STDIO = (
+    MCP_SERVER
+    + """
+print("what is no message is left out", flush=True)
+for line in sys.stdin:
+    if (said := answer(json.loads(line))) is not None:
+        print(json.dumps(said), flush=True)
+"""
+)
+
+MCP_HTTP = (
+    MCP_SERVER
+    + """
+import queue, threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+streams = {}
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        # the older way: a stream first
+        assert self.headers["X-Key"] == "sesame"
+        mine = streams["1"] = queue.Queue()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        self.wfile.write(b"event: endpoint\\ndata: /messages?session=1\\n\\n")
+        while True:
+            self.wfile.write(b"data: " + json.dumps(mine.get()).encode() + b"\\n\\n")
+            self.wfile.flush()
+
+    def do_POST(self):
+        assert self.headers["X-Key"] == "sesame"
+        message = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        said = answer(message)
+        if self.path.startswith("/messages"):
+            if said is not None:
+                streams["1"].put(said)
+            said = None
+        elif message["method"] != "initialize":
+            assert self.headers["Mcp-Session-Id"] == "7"
+        self.send_response(202 if said is None else 200)
+        self.send_header("Mcp-Session-Id", "7")
+        events = message["method"] == "tools/call"
+        self.send_header("Content-Type", "text/event-stream" if events else "application/json")
+        self.end_headers()
+        if said is not None:
+            text = json.dumps(said)
+            form = ": a comment\\nevent: message\\ndata: %s\\n\\n" if events else "%s"
+            self.wfile.write((form % text).encode())
+
+    def log_message(self, *args):
+        pass
+
+server = ThreadingHTTPServer(("127.0.0.1", 8765), Handler)
+server.daemon_threads = True
+server.serve_forever()
+"""
+)

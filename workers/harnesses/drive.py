@@ -7,7 +7,7 @@ import json
 import shlex
 from collections.abc import Awaitable, Callable
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 from urllib.parse import urlsplit
 
 from rollout.schema import EXTERNAL, RolloutRequest, Stage
@@ -51,6 +51,14 @@ OUTPUT, TRANSCRIPT, POSTED = "agent.output", "agent.transcript", "agent.reward"
 def _store(redis_url: str) -> CaptureStore:
     """Of a worker process, whose handlers are shared by its rollouts."""
     return CaptureStore(connect(redis_url))
+
+
+@runtime_checkable
+class Timed(Protocol):
+    """A handler whose tasks have a time limit of their own for the turns."""
+
+    async def turns_s(self, ctx: RunContext[Any]) -> float:
+        """Seconds that the turns of a task may take."""
 
 
 class Driven(AgentHandler[Any]):
@@ -105,6 +113,8 @@ class Driven(AgentHandler[Any]):
         await self._inner.warm(ctx)
         backend = await ctx.agent.place()
         left_s = ctx.limits.run_timeout_s - ctx.spent_s
+        if isinstance(self._inner, Timed):
+            left_s = min(left_s, await self._inner.turns_s(ctx) - ctx.spent_s)
         ends_in_s = left_s - min(MOST_MARGIN_S, left_s / 10)
         store = _store(self._settings.redis_url)
         session = Session(

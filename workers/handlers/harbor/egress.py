@@ -1,8 +1,8 @@
 """A proxy on the worker by which programs of one sandbox reach some hosts, and nothing of the operator's.
 
-It takes `CONNECT` and requests with a whole URL (`GET http://host/…`), as programs send that know `HTTP_PROXY`.
-A name is resolved here, once, its addresses are checked, and the connection goes to one that was checked: a name
-that changes its mind leads nowhere else.
+It takes `CONNECT` and requests with a whole URL (`GET http://host/…`), as programs send that know
+`HTTP_PROXY`. A name is resolved here, once, its addresses are checked, and the connection goes to one that
+was checked: a name that changes its mind leads nowhere else.
 """
 
 from __future__ import annotations

@@ -8,14 +8,15 @@ from contextlib import asynccontextmanager
 
 from rollout.suites.harbor.directory import StepDirectory
 from rollout.trajectory import FinishReason, Message
+from sandbox.errors import SandboxRequestError
 from workers.agent.tools import ExecuteBash, Finish, StrReplaceEditor, Think, Tool
 from workers.errors import TaskError
 from workers.handlers.base import EVERY_STAGE, AgentHandler, EvalContext, InitContext, Reward, RunContext
 from workers.handlers.harbor import mcp, solution, steps, verifier
 from workers.handlers.harbor.artifacts import keep_artifacts
-from workers.handlers.harbor.network import way_out
+from workers.handlers.harbor.network import ALLOWLIST, way_out
 from workers.handlers.harbor.opening import opening
-from workers.handlers.harbor.ready import NotReady, begin, lay_out
+from workers.handlers.harbor.ready import begin, lay_out
 from workers.handlers.harbor.task import HarborTask
 from workers.handlers.harbor.trial import Trial, trial_of
 from workers.handlers.oracle import Hidden
@@ -36,14 +37,14 @@ class Harbor(AgentHandler[HarborTask]):
         step = trial.directory.steps[0]
         if ctx.request.agent is not None:
             _check_program(trial)
-        box = await ctx.sandboxes.boot(ctx, **trial.sandbox)
+        try:
+            box = await ctx.sandboxes.boot(ctx, **trial.sandbox)
+        except SandboxRequestError as error:
+            raise TaskError(f"environment: {error}") from error
         await mcp.install(box, trial)
         await box.setup(trial.environment(step.agent.user))
-        try:
-            await lay_out(box, trial)
-            await begin(box, trial, step)
-        except NotReady as error:
-            raise TaskError(str(error)) from error
+        await lay_out(box, trial)
+        await begin(box, trial, step)
         await verifier.note(box, trial)
 
     async def opening(self, ctx: RunContext[HarborTask]) -> list[Message]:
@@ -126,6 +127,6 @@ def _check_program(trial: Trial) -> None:
     if len(trial.directory.steps) > 1:
         raise TaskError("agent: a program is started once, and cannot play a task with [[steps]]")
     mode, _ = trial.network(trial.directory.steps[0].agent)
-    if mode == "allowlist":
+    if mode == ALLOWLIST:
         # A sandbox has one way out, which the program's model has.
         raise TaskError(f"agent: network_mode {mode!r}: a program has no network but its model")

@@ -8,14 +8,15 @@ import shlex
 from rollout.suites.harbor.config import HealthcheckConfig
 from rollout.suites.harbor.directory import StepDirectory
 from sandbox.client import BashResult, SandboxClient
+from workers.errors import TaskError
 from workers.handlers.harbor.trial import AGENT_LOGS, ARTIFACTS, VERIFIER_LOGS, Trial
 
 TAIL = 2000
 """Characters of a command's output in an error."""
 
 
-class NotReady(Exception):
-    """The sandbox is not as the task wants it; the message says what failed."""
+class NotReady(TaskError):
+    """The sandbox cannot be made as the task wants it; the message says what failed."""
 
 
 async def lay_out(box: SandboxClient, trial: Trial) -> None:

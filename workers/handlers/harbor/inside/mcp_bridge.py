@@ -1,8 +1,8 @@
 """Speaks MCP with a task's servers, inside of its sandbox; the worker asks by files.
 
 Started, it goes on in the background, and prints the servers' tools as one line of JSON. From then on a file
-`in/ID` with a request is answered by a file `out/ID`. Standard library only: it runs by the interpreter of the
-sandbox's server, whatever the image has.
+`in/ID` with a request is answered by a file `out/ID`. Standard library only: it runs by the interpreter of
+the sandbox's server, whatever the image has.
 """
 
 import contextlib

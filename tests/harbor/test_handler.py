@@ -1,0 +1,181 @@
+"""Harbor tasks end to end, in sandboxes of the base image; each uses some fields of the format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.schema import Blame, Limits, Rollout, State
+from rollout.trajectory import FinishReason
+from tests.helpers.harbor_tasks import request, write_task
+from tests.helpers.players import Player
+from workers.agent.replay import Action, Call
+from workers.handlers.harbor import Harbor
+
+Play = Callable[..., Rollout]
+NO_NETWORK = "[environment]\nnetwork_mode = 'no-network'\n"
+
+
+def calling(tool: str, **arguments: Any) -> Action:
+    return Action(tool_calls=[Call(name=tool, arguments=arguments)])
+
+
+def bash(command: str, **more: Any) -> Action:
+    return calling("execute_bash", command=command, **more)
+
+
+@pytest.fixture
+def play(player: Player, tmp_path: Path) -> Play:
+    """Plays turns on a task, written as `write_task` has it."""
+
+    def play(*actions: Action | str, toml: str = NO_NETWORK, task: Any = None, **parts: Any) -> Rollout:
+        limits, n = parts.pop("limits", Limits()), len(list(tmp_path.iterdir()))
+        directory = write_task(tmp_path / f"task-{n}", toml, **parts)
+        turns = [*actions, "Done."]
+        return player.play(Harbor(), request(directory, **(task or {})), turns, limits=limits)
+
+    return play
+
+
+def said(rollout: Rollout) -> list[str]:
+    """What the tools answered."""
+    assert rollout.error is None, rollout.error
+    return [message.text for message in rollout.trajectory.messages if message.role == "tool"]
+
+
+def refused(rollout: Rollout) -> str:
+    """Why a task is not worked on."""
+    assert (rollout.state, rollout.reward, rollout.drop) == (State.FAILED, None, True)
+    assert rollout.error.blame is Blame.TASK
+    return rollout.error.message
+
+
+def test_an_agent_works_where_the_image_says_and_is_scored_by_the_tests(play):
+    done = play(
+        bash("pwd; ls -d /tests /solution; ls /logs"),
+        bash("touch done.txt"),
+        instruction="<!-- harbor-canary 1 -->\n\nMake the file done.txt.\n",
+    )
+    assert (done.state, done.reward, done.reward_components) == (State.COMPLETED, 1.0, {"reward": 1.0})
+    assert done.trajectory.messages[0].text == "Make the file done.txt.\n\nThe working directory is /."
+    assert done.trajectory.messages[0].role == "user", "no system text"
+    first = said(done)[0]
+    assert first.startswith("/\n") and first.count("No such file or directory") == 2
+    assert first.endswith("agent  artifacts  verifier")
+    assert play(bash("true")).reward == 0.0
+
+
+def test_variables_come_from_the_task_and_of_the_workers_own_only_those_that_are_permitted(
+    play, monkeypatch: pytest.MonkeyPatch
+):
+    from services.settings import settings
+
+    monkeypatch.setenv("GIVEN", "of the worker")
+    monkeypatch.setenv("SECRET", "of the worker, too")
+    toml = """
+    [environment]
+    workdir = "/srv/work/here"
+    env = { PLAIN = "a b", DEFAULT = "${ABSENT:-else}", PERMITTED = "${GIVEN:-no}", NOT = "${SECRET:-no}" }
+    """
+    monkeypatch.setenv("ROLLOUT_TASK_VARIABLES", "GIVEN, UNSET")
+    settings.cache_clear()
+    done = play(
+        bash('echo "$PLAIN|$DEFAULT|$PERMITTED|$NOT|$SECRET|$PWD"; env | grep -c "of the worker"'), toml=toml
+    )
+    assert said(done)[0] == "a b|else|of the worker|no||/srv/work/here\n1"
+    why = refused(play(toml="[environment]\nenv = { KEY = '${SECRET}' }"))
+    assert "SECRET" in why and "ROLLOUT_TASK_VARIABLES" in why
+    settings.cache_clear()
+
+
+def test_users_are_those_of_the_image_and_not_kept_apart(play):
+    toml = NO_NETWORK + "[agent]\nuser = '{}'\n[verifier]\nuser = 'root'\n"
+    done = play(bash("echo $USER $LOGNAME $HOME"), toml=toml.format("games"))
+    assert said(done)[0] == "games games /usr/games"
+    assert any("one uid" in warning for warning in done.trajectory.warnings)
+    assert said(play(bash("echo $USER"), toml=NO_NETWORK + "[agent]\nuser = 5\n"))[0] == "games"
+    assert "'nemo'" in refused(play(toml=toml.format("nemo")))
+    assert said(play(bash("echo $USER $HOME")))[0] == "root /root"
+
+
+def test_resources_bound_the_sandbox_and_what_is_not_enforced_is_told(play):
+    toml = NO_NETWORK + "memory_mb = 300\nstorage_mb = 50\ncpus = 2\n"
+    done = play(bash("ulimit -d -f"), toml=toml)
+    assert [int(line.split()[-1]) for line in said(done)[0].splitlines()] == [300 << 10, 50 << 10]
+    assert any("cpus = 2 is not enforced" in warning for warning in done.trajectory.warnings)
+    assert "gpus" in refused(play(toml=NO_NETWORK + "gpus = 1\n"))
+    assert "memory" in refused(play(toml=NO_NETWORK + "memory_mb = 9000000\n"))
+
+
+def test_the_agents_own_time_limit_ends_its_turns_and_they_are_scored(play):
+    toml = NO_NETWORK + "[agent]\ntimeout_sec = 2\n"
+    done = play(
+        bash("touch done.txt"), bash("sleep 30", timeout=30), toml=toml, task={"timeout_multiplier": 0.5}
+    )
+    assert (done.state, done.reward) == (State.TIMED_OUT, 1.0)
+    assert done.finish_reason is FinishReason.TIME_LIMIT and done.stage_seconds["run"] < 5
+
+
+def test_a_healthcheck_is_waited_for_and_one_that_fails_is_the_tasks_fault(play):
+    health = NO_NETWORK + "healthcheck = { command = %s, interval_sec = 0.05, %s }\n"
+    # Fails at first: a look that Docker would not take does not count, even where one may fail.
+    slow = "test -e /tmp/up || { touch /tmp/up; exit 1; }"
+    assert play(bash("touch done.txt"), toml=health % (json.dumps(slow), "retries = 1")).reward == 1.0
+    why = refused(play(toml=health % ("'echo not well; false'", "retries = 2")))
+    assert "failed 2 times" in why and "not well" in why
+    # Ten failures within the start period are none.
+    slow = "echo >>/tmp/looks; test $(wc -l </tmp/looks) -gt 10"
+    starting = "retries = 1, start_period_sec = 30, start_interval_sec = 0.01"
+    assert play(bash("touch done.txt"), toml=health % (json.dumps(slow), starting)).reward == 1.0
+    why = refused(play(toml=health % ("'sleep 20'", "retries = 1, timeout_sec = 0.2")))
+    assert "took too long" in why
+
+
+def test_skills_are_told_and_what_an_agent_did_before_is_its_history(play):
+    steps = [
+        {"step_id": 1, "source": "system", "message": "Be brief."},
+        {"step_id": 2, "source": "user", "message": [{"type": "text", "text": "List it."}]},
+        {
+            "step_id": 3,
+            "source": "agent",
+            "message": "Looking.",
+            "reasoning_content": "It may be large.",
+            "tool_calls": [
+                {"tool_call_id": "c1", "function_name": "execute_bash", "arguments": {"command": "ls"}}
+            ],
+            "observation": {"results": [{"source_call_id": "c1", "content": "a.txt"}]},
+        },
+    ]
+    document = json.dumps({"schema_version": "ATIF-v1.6", "steps": steps})
+    toml = NO_NETWORK + "skills_dir = '/opt/skills'\n"
+    done = play(bash("touch done.txt"), toml=toml, files={"trajectory.json": document})
+    messages = done.trajectory.messages
+    assert [message.role for message in messages[:5]] == ["system", "user", "assistant", "tool", "user"]
+    assert messages[2].tool_calls[0].arguments == {"command": "ls"} and messages[3].text == "a.txt"
+    assert messages[4].text.endswith("are in /opt/skills.") and done.reward == 1.0
+    assert not done.trajectory.chain.segments[0].sampled, "what came before is not trained on"
+    broken = json.dumps({"steps": [{"source": "agent", "message": "x"}, {"source": "nobody"}]})
+    assert "trajectory.json, step 2" in refused(play(files={"trajectory.json": broken}))
+
+
+def test_texts_among_the_artifacts_are_kept(play):
+    toml = "artifacts = ['out.txt', { source = '/srv/reports' }, 'absent.txt']\n" + NO_NETWORK
+    made = "mkdir -p /srv/reports/a; echo 1 >out.txt; echo 2 >/srv/reports/a/b; echo 3 >/logs/artifacts/c"
+    done = play(bash(f"{made}; printf '\\377' >/logs/artifacts/binary"), toml=toml)
+    kept = {name: text for name, text in done.trajectory.artifacts.items() if name.startswith("artifacts/")}
+    assert kept == {"artifacts/out.txt": "1\n", "artifacts/srv/reports/a/b": "2\n", "artifacts/c": "3\n"}
+    assert done.metrics["artifacts_left_out"] == 1
+
+
+def test_an_image_that_is_not_here_is_told_with_what_makes_it(play):
+    why = refused(play(toml="[environment]\ndocker_image = 'nobody/none:1'\n"))
+    assert "nobody-none-1" in why and "rollout images build" in why
+    why = refused(play(files={"environment/Dockerfile": "FROM base\nRUN true\n"}, toml=""))
+    assert "dockerfile-" in why and "rollout tasks import" in why
+    image = play(bash("touch done.txt"), toml="[environment]\ndocker_image = 'a:1'\n", task={"image": "base"})
+    assert image.reward == 1.0
+    assert "image: " in refused(play(task={"image": "none"}))
