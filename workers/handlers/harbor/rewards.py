@@ -15,7 +15,7 @@ MAX_BYTES = 64 << 10
 MAX_KEYS = 200
 MAX_KEY_CHARS = 200
 MAIN = "reward"
-_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 
 
 class NoReward(Exception):

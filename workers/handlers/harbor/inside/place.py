@@ -95,14 +95,12 @@ class Image:
         )
         libraries = [place for place in self.code if "/lib" in place] + ["/usr/lib", "/usr/local/lib"]
         libraries += env.get("LD_LIBRARY_PATH", "").split(":")
-        below = [
-            f"{place}/{name}" for place in libraries for name in self._listed(place) if "-linux-" in name
-        ]
+        below = [f"{place}/{name}" for place in libraries for name in self.listed(place) if "-linux-" in name]
         self.libraries = {
-            name for place in (*libraries, *below) for name in self._listed(place) if ".so" in name
+            name for place in (*libraries, *below) for name in self.listed(place) if ".so" in name
         }
         self.programs = {
-            name for place in self.program_places for name in self._listed(place)
+            name for place in self.program_places for name in self.listed(place)
         } | RUNNING_PROGRAMS
         self.modules = (
             set(sys.stdlib_module_names) - NO_DANGER | RUNNING | AT_START | self._installed(libraries)
@@ -111,7 +109,8 @@ class Image:
         self.import_roots = self._both([self.workdir, *given])
 
     @staticmethod
-    def _listed(place):
+    def listed(place):
+        """Names of what is in a directory."""
         try:
             return os.listdir(place)
         except OSError:
@@ -125,11 +124,11 @@ class Image:
     def _installed(self, libraries):
         names = set()
         for place in libraries:
-            for python in self._listed(place):
+            for python in self.listed(place):
                 if not python.startswith("python"):
                     continue
                 for below in ("", "/site-packages", "/dist-packages"):
-                    names |= {name.split(".")[0] for name in self._listed(f"{place}/{python}{below}")}
+                    names |= {name.split(".")[0] for name in self.listed(f"{place}/{python}{below}")}
         return names - {"__pycache__"}
 
     def is_code(self, path):
@@ -181,7 +180,16 @@ class Rules:
             return "configures the start of programs"
         if kind == "file" and self._configures_tests(path, parts, read):
             return "configures tests"
-        return self._of_code(path, name, kind, old) or self._shadowing(path, kind)
+        return self._of_code(path, name, kind, old) or self._shadowing(path)
+
+    def objection_to_link(self, path):
+        """Why a link does not stay, once all is in place."""
+        if within(os.path.realpath(path), (*OWN, "/proc")):
+            return "leads to what only the verifier has"
+        root, _, name = path.rpartition("/")
+        shadowing = not self._trust and root in self._image.import_roots and name in self._image.modules
+        package = shadowing and any(entry.startswith("__init__.") for entry in self._image.listed(path))
+        return "stands before a module" if package else None
 
     def _of_a_home(self, path):
         for home in (
@@ -221,14 +229,13 @@ class Rules:
             return "stands before a module, or adds to one"
         return None
 
-    def _shadowing(self, path, kind):
+    def _shadowing(self, path):
         for root in self._image.import_roots:
             if not path.startswith(root.rstrip("/") + "/"):
                 continue
             below = path[len(root.rstrip("/")) + 1 :]
             found = MODULE.fullmatch(below) or PACKAGE.fullmatch(below)
-            module = found[1] if found else below if kind == "link" else None
-            if module in self._image.modules and not _there(root, module):
+            if found and found[1] in self._image.modules and not _there(root, found[1]):
                 return "stands before a module"
         return None
 
@@ -277,7 +284,7 @@ class Placing:
 
     def __init__(self, rules):
         self._rules, self.withheld, self.placed = rules, [], 0
-        self._modes = []
+        self._modes, self._links = [], []
 
     def run(self, archive, removed):
         """Take away, then make directories, files and links, then set the modes of directories."""
@@ -289,6 +296,11 @@ class Placing:
                 self._place(archive, entry, kind)
         for entry in filter(tarfile.TarInfo.issym, entries):
             self._place(archive, entry, "link")
+        for path in self._links:  # only now, for one may lead over another
+            why = self._rules.objection_to_link(path)
+            if why is not None:
+                os.unlink(path)
+                self.withheld.append((path, why))
         for path, mode in reversed(self._modes):
             os.chmod(path, mode)
 
@@ -309,7 +321,7 @@ class Placing:
                 self.placed += 1
             except (OSError, OverflowError, ValueError) as error:
                 why = f"cannot be put there: {error}"
-        if why not in (None, LEFT_BEHIND):
+        if why not in (None, LEFT_BEHIND) and kind != "directory":  # of those, what is in them is told
             self.withheld.append((path, why))
 
     def _remove(self, path):
@@ -347,6 +359,7 @@ class Placing:
     def _link(self, path, entry, archive):
         self._clear(path)
         os.symlink(entry.linkname, path)
+        self._links.append(path)
 
 
 def main():
