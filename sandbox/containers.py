@@ -309,12 +309,12 @@ class Containers:
 
     # -- end ----------------------------------------------
 
-    async def release(self, sandbox_id: str) -> bool:
-        """End a sandbox and remove all of it. Returns False when there is none of that id (any more)."""
+    async def release(self, sandbox_id: str, wait: bool = True) -> bool:
+        """End a sandbox and remove all of it, before it returns if `wait`. False = there is none such."""
         container = self._all.get(sandbox_id)
         if container is None:
             return False
-        await asyncio.shield(self._end_soon(container))
+        await asyncio.wait([self._end_soon(container)], timeout=None if wait else 0)
         return True
 
     async def release_owner(self, owner: str) -> int:

@@ -133,7 +133,7 @@ class Host:
                 fate = containers.fate(sandbox_id)
                 return fate.to_json() if fate else {}
             case {"op": "release", "id": str(sandbox_id)}:
-                return {"released": int(await containers.release(sandbox_id))}
+                return {"released": int(await containers.release(sandbox_id, request.get("wait", True)))}
             case {"op": "release_owner", "owner": str(owner)}:
                 return {"released": await containers.release_owner(owner)}
             case {"op": "list"}:

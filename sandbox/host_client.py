@@ -68,11 +68,11 @@ class HostClient:
         fate = await self._request_if_running({"op": "fate", "id": sandbox_id})
         return Fate.from_json(fate) if fate else None
 
-    async def release(self, sandbox_id: str) -> bool:
-        """End a sandbox: on return its processes, socket and files are gone. False = there was none
-        (idempotent).
-        """
-        return bool((await self._request_if_running({"op": "release", "id": sandbox_id})).get("released"))
+    async def release(self, sandbox_id: str, wait: bool = True) -> bool:
+        """End a sandbox: on return its processes, socket and files are gone, unless not to `wait` (what the
+        disk is to write first can take seconds). False = there was none (idempotent)."""
+        request = {"op": "release", "id": sandbox_id, "wait": wait}
+        return bool((await self._request_if_running(request)).get("released"))
 
     async def release_owner(self, owner: str) -> int:
         """End all sandboxes of that owner; returns how many."""

@@ -170,7 +170,7 @@ class Sandboxes:
                 raise from_sandbox(error, await self._host.fate(info.id)) from error
             finally:
                 await client.close()
-                await self._host.release(info.id)
+                await self._host.release(info.id, wait=False)
 
     async def warm(
         self, ctx: Holder, *, image: str | None = None, network: str = "none", limits: Limits | None = None

@@ -171,9 +171,14 @@ def diff(path: str, old: str, new: str) -> str:
     return f"diff --git a/{path} b/{path}\n{kind}" + "".join(lines)
 
 
-def image() -> Path:
+def large_instance(files: int) -> dict[str, Any]:
+    """The same in a repository with so many more files, in an image of its own."""
+    return instance() | {"image": str(image(files))}
+
+
+def image(more_files: int = 0) -> Path:
     """The unpacked image, made now if it is not there."""
-    home = paths.rollout_home() / "swe-toy"
+    home = paths.rollout_home() / (f"swe-toy-{more_files}" if more_files else "swe-toy")
     home.mkdir(parents=True, exist_ok=True)
     base = ImageStore().find("base").stat()
     recipe = (
@@ -188,16 +193,17 @@ def image() -> Path:
                     trees.remove(old)
             part = home / "part"
             squashfs.unpack(ImageStore().find("base"), part)
-            _make_repository(part)
+            _make_repository(part, more_files)
             if os.geteuid() == 0:
                 hand_over(part, paths.sandbox_user())
             part.rename(rootfs)
     return rootfs
 
 
-def _make_repository(rootfs: Path) -> None:
+def _make_repository(rootfs: Path, more_files: int) -> None:
     repository = rootfs / REPO.lstrip("/")
-    for path, text in (_BASE_FILES | RUNNERS).items():
+    more = {f"data/{number // 50}/file_{number}.py": f"NUMBER = {number}\n" for number in range(more_files)}
+    for path, text in (_BASE_FILES | RUNNERS | more).items():
         (repository / path).parent.mkdir(parents=True, exist_ok=True)
         (repository / path).write_text(text)
     _git(repository, "init", "-q", "-b", "main")

@@ -91,7 +91,12 @@ KEYS = {
         "speedup_vs_restart_one_update_old",
         "slots_busy_share_filling_up_included",
     },
-    "swe_eval": {"resolved_agreement", "eval_ratio_to_tests_by_hand", "eval_overhead_s"},
+    "swe_eval": {
+        "resolved_agreement",
+        "eval_ratio_to_tests_by_hand",
+        "eval_overhead_s",
+        "patch_20k_files_s",
+    },
     "transfer": {
         "mb_per_s",
         "ratio_to_json",

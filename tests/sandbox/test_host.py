@@ -89,6 +89,16 @@ def test_release_leaves_no_process_socket_or_file(state, host, runtime):
     assert host.list() == []
 
 
+def test_release_without_waiting_ends_as_much_a_little_later(state, host, anything):
+    info = host.start(SandboxSpec(runtime=anything, owner="me"))
+    pids = processes_of(info.pid)
+    assert host.release(info.id, wait=False)
+    assert host.list() == []
+    until(host.stats, lambda stats: stats["released"] == 1)
+    assert_gone(state, info, pids)
+    assert not host.release(info.id)
+
+
 def test_stopping_the_host_ends_everything(state, host, runtime):
     infos = [host.start(SandboxSpec(runtime=runtime)) for _ in range(3)]
     pids = [pid for info in infos for pid in processes_of(info.pid)]

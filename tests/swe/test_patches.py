@@ -11,6 +11,9 @@ import pytest
 
 from rollout.schema import Limits, State
 from rollout.trajectory import FinishReason
+from sandbox.client import SandboxClient
+from tests.helpers import swe_toy
+from tests.helpers.sandboxes import own_sandboxes
 from tests.helpers.swe_agents import LIMITS, Result, apply, roll, roll_many
 from workers.handlers.swe.patches import MAX_PATCH_BYTES
 
@@ -162,3 +165,43 @@ def test_files_that_are_too_large_to_compare_are_no_patch(by_name: dict[str, Row
     assert (result.reward, result.report["status"]) == (0.0, "no_patch")
     assert "sparse.bin" in result.report["detail"]
     assert (result.report["blame"], result.rollout.drop) == ("agent", False)
+
+
+MORE_FILES = 3000
+
+
+def test_what_travels_for_a_patch_does_not_grow_with_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    traffic: dict[str, list[int]] = {}
+
+    def counted(name: str) -> None:
+        call = getattr(SandboxClient, name)
+
+        async def counting(self: SandboxClient, *args: Any, **options: Any) -> Any:
+            answer = await call(self, *args, **options)
+            told = answer if isinstance(answer, bytes) else str(answer).encode()
+            sent = b"".join(part if isinstance(part, bytes) else str(part).encode() for part in args)
+            traffic.setdefault(name, []).append(len(told) + len(sent))
+            return answer
+
+        monkeypatch.setattr(SandboxClient, name, counting)
+
+    calls = ("bash", "read_file", "write_file", "list_dir", "upload", "download")
+    for name in (*calls, "note_tree", "changed_tree"):
+        counted(name)
+    seen = []
+    for more in (0, MORE_FILES):
+        row = swe_toy.large_instance(more)
+        with own_sandboxes(ROLLOUT_SANDBOX_IMAGE_ROOTS=str(Path(row["image"]).parent)):
+            traffic.clear()
+            result = roll(row, "sed -i 's/ + x + 1/ + x/' calc.py")
+        assert result.reward == 1.0, (result.report, result.rollout.error)
+        assert "+    return x + x\n" in result.patch
+        seen.append({name: (len(sizes), sum(sizes)) for name, sizes in traffic.items()})
+    small, large = seen
+    assert {name: count for name, (count, _) in small.items()} == {
+        name: count for name, (count, _) in large.items()
+    }, "as many calls"
+    for name, (_, size) in large.items():
+        # Names of directories and numbers of objects are told; a name of each file would be 25 bytes of each.
+        assert size - small[name][1] < MORE_FILES, (name, small, large)
+    assert "upload" not in large and "download" not in large

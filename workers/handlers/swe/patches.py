@@ -140,9 +140,12 @@ class _Comparison:
     async def _not_taken(self, changed: list[TreeEntry], removed: list[str]) -> Callable[[str], bool]:
         """A predicate of paths: what git ignores there, with the agent's `.gitignore`s, and submodules."""
         work, tree = self._work, shlex.quote(self._spec.repo_dir)
+        paths = [entry.path for entry in changed] + removed
+        await self._pristine.write_file(f"{work}/paths", _joined(paths))
         await self._image(
             f"{plain_git.make(work)}\nmkdir -p {work}/ignore\n(cd {tree} && unset GIT_DIR && {GIT_ENV} &&"
-            f" git ls-files -s -z > {work}/tracked &&"
+            f" xargs -0r git --literal-pathspecs ls-files -s -z -- < {work}/paths > {work}/tracked &&"
+            f" {{ git ls-files -s -z | grep -z '^{_SUBMODULE} ' >> {work}/tracked || :; }} &&"
             f" git ls-files -z --cached --others -- .gitignore '*/.gitignore' > {work}/ignores &&"
             f" {{ xargs -0r cp --parents -t {work}/ignore < {work}/ignores 2>/dev/null || :; }} &&"
             f' {{ cat "$(git rev-parse --git-path info/exclude)" 2>/dev/null || :; }} >'
@@ -156,7 +159,6 @@ class _Comparison:
             if mode.startswith(_SUBMODULE):
                 submodules.append(f"{path}/")
         await self._take_ignores(changed, removed)
-        paths = [entry.path for entry in changed] + removed
         # With `./`, or a name that begins with a colon would be more than a name.
         names = _joined(f"./{path}" for path in paths if path not in tracked)
         await self._pristine.write_file(f"{work}/asked", names)

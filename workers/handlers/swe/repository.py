@@ -19,8 +19,16 @@ BUG_PATCH = "/tmp/rollout-bug.diff"
 OFFICIAL_SUBJECT = "SWE-bench"
 """Of the commit that official images have on top of the base commit: their changes for running the tests."""
 
-# Images may have been made by another user than the sandbox's.
-GIT_ENV = "export GIT_CONFIG_COUNT=1 GIT_CONFIG_KEY_0=safe.directory GIT_CONFIG_VALUE_0='*'"
+_SETTINGS = (
+    ("safe.directory", "'*'"),  # images may have been made by another user than the sandbox's
+    # Inode and ctime are not what the index of an image says, which would have git read every file anew.
+    ("core.checkStat", "minimal"),
+    ("core.trustctime", "false"),
+)
+GIT_ENV = f"export GIT_CONFIG_COUNT={len(_SETTINGS)} " + " ".join(
+    f"GIT_CONFIG_KEY_{number}={key} GIT_CONFIG_VALUE_{number}={value}"
+    for number, (key, value) in enumerate(_SETTINGS)
+)
 
 _NO_DIRECTORY, _NO_REPOSITORY, _NO_COMMIT, _NO_CHECKOUT, _NO_BUG, _NOT_HIDDEN = range(81, 87)
 _PROBLEMS = {
