@@ -1,0 +1,248 @@
+"""tau2 as an environment: its orchestrator, user and evaluator; the agent's turns are the model's.
+
+The words of the user, and of a judge, are asked of the worker. So there is no network here and no key, and
+neither litellm nor pandas, which the package imports for nothing else that happens here.
+"""
+
+import sys
+import types
+
+
+class Relay:
+    """The place of litellm: what a completion says is asked of the worker."""
+
+    ask = None
+
+    @classmethod
+    def completion(cls, model, messages, tools=None, **options):
+        message = types.SimpleNamespace(
+            role="assistant", content=cls.ask({"messages": messages}), tool_calls=None
+        )
+        choice = types.SimpleNamespace(finish_reason="stop", message=message, to_dict=dict)
+        return Completion(choices=[choice])
+
+
+class Completion(types.SimpleNamespace):
+    """What tau2 reads of an answer."""
+
+    model = ""
+
+    def get(self, name):
+        return getattr(self, name, None)
+
+
+def _stand_in():
+    names = ("litellm", "litellm.main", "litellm.caching", "litellm.caching.caching", "pandas")
+    modules = {name: types.ModuleType(name) for name in names}
+    modules["litellm"].completion = Relay.completion
+    modules["litellm"].completion_cost = lambda completion_response: 0.0
+    modules["litellm"].disable_cache = lambda: None
+    modules["litellm.main"].ModelResponse = modules["litellm.main"].Usage = Completion
+    modules["litellm.caching.caching"].Cache = modules["pandas"].DataFrame = object
+    sys.modules.update(modules)
+
+
+_stand_in()
+
+from tau2.agent.base import is_valid_agent_history_message  # noqa: E402
+from tau2.agent.llm_agent import LLMAgent, LLMSoloAgent  # noqa: E402
+from tau2.config import DEFAULT_MAX_ERRORS, DEFAULT_MAX_STEPS  # noqa: E402
+from tau2.data_model.message import AssistantMessage, ToolCall, ToolMessage, UserMessage  # noqa: E402
+from tau2.data_model.simulation import SimulationRun, TerminationReason  # noqa: E402
+from tau2.data_model.tasks import RewardType  # noqa: E402
+from tau2.evaluator.evaluator import EvaluationType, evaluate_simulation  # noqa: E402
+from tau2.orchestrator.orchestrator import Orchestrator, Role  # noqa: E402
+from tau2.registry import registry  # noqa: E402
+from tau2.user.base import STOP  # noqa: E402
+from tau2.user.user_simulator import DummyUser, UserSimulator  # noqa: E402
+
+LATER = "Solve the ticket."
+"""The user's part in the prompt of a task without a user, which chat formats want."""
+
+
+class Ours:
+    """An agent whose next message was put there."""
+
+    said = None
+
+    def generate_next_message(self, message, state):
+        return self.said, state
+
+    def set_seed(self, seed):
+        """The model's seed is the rollout's."""
+
+
+class Agent(Ours, LLMAgent):
+    pass
+
+
+class SoloAgent(Ours, LLMSoloAgent):
+    pass
+
+
+class Obliging(UserSimulator):
+    """The user of the oracle, which needs no endpoint: asks, and is content with the first answer."""
+
+    asked = False
+
+    def generate_next_message(self, message, state):
+        content, self.asked = STOP if self.asked else "Please help me.", True
+        return UserMessage(role="user", content=content, cost=0.0), state
+
+
+def told(calls, messages):
+    """The messages, and before them what the malformed calls are answered, in the order of the calls."""
+    answers = iter([message for message in messages if message["role"] == "tool"])
+    wrong = [
+        {"role": "tool", "content": f"Error: malformed tool call ({call.get('malformed')})"} for call in calls
+    ]
+    tools = [
+        no if "malformed" in call else next(answers, None) for call, no in zip(calls, wrong, strict=True)
+    ]
+    return [one for one in tools if one] + [message for message in messages if message["role"] != "tool"]
+
+
+class Episode:
+    def __init__(self, ask):
+        Relay.ask = staticmethod(ask)
+
+    def reset(self, task, seed):
+        """The policy as system prompt, and what was said until it is the agent's turn."""
+        self._row, self._known = task, False
+        self._domain, self._solo = task["env"], task["solo"]
+        tasks = registry.get_tasks_loader(self._domain)()
+        self._task = tasks[task["index"]]
+        if self._solo and not LLMSoloAgent.check_valid_task(self._task):
+            raise ValueError(f"task {self._task.id} of tau2's {self._domain} cannot be solved without a user")
+        world = registry.get_env_constructor(self._domain)(solo_mode=self._solo)
+        theirs = world.get_user_tools() if world.user_tools else []
+        if theirs and not self._solo:
+            raise ValueError(f"the users of tau2's {self._domain} call tools, which no simulator here does")
+        kinds = {"tools": world.get_tools() + theirs, "domain_policy": world.get_policy()}
+        agent = SoloAgent(**kinds, task=self._task) if self._solo else Agent(**kinds)
+        user = DummyUser if self._solo else Obliging if task["user"] == "obliging" else UserSimulator
+        user = user(instructions=str(self._task.user_scenario), llm="user", llm_args={})
+        play = {"seed": seed, "solo_mode": self._solo}
+        self._play = Orchestrator(self._domain, agent, user, world, self._task, **play)
+        self._read, self._begun = 0, not self._solo
+        messages = [{"role": "system", "content": agent.system_prompt}]
+        if self._solo:  # its first message is wanted where it begins
+            messages.append({"role": "user", "content": LATER})
+        else:
+            self._play.initialize()
+            if failed := self._go_on():
+                return failed
+            messages += self._news()
+        return {"messages": messages, "tools": [tool.openai_schema for tool in agent.tools]}
+
+    def step(self, text, calls):
+        """Take the agent's message on, until it is the agent's turn again or the conversation is over."""
+        play = self._play
+        if play.done:  # the user had no word for the agent
+            return {"done": True}
+        wrong = [call for call in calls if "malformed" in call]
+        made = [ToolCall(**call) for call in calls if "malformed" not in call] or None
+        if wrong and not made:
+            return {"messages": told(calls, [])}
+        if self._solo and made and any(call.name == LLMSoloAgent.STOP_FUNCTION_NAME for call in made):
+            text, made = LLMSoloAgent.STOP_TOKEN, None
+        if not made and not text.strip():
+            play.done, play.termination_reason = True, TerminationReason.AGENT_ERROR
+            return {"done": True}
+        play.agent.said = AssistantMessage(role="assistant", content=text or None, tool_calls=made, cost=0.0)
+        if self._begun:
+            play.step()
+        else:
+            play.initialize()
+        self._begun = True
+        failed = self._go_on()
+        return failed or {"messages": told(calls, self._news()), "done": play.done}
+
+    def _go_on(self):
+        """All that is not the agent's, within tau2's own limits; what to answer where the user failed."""
+        play = self._play
+        while not play.done and play.to_role != Role.AGENT:
+            asked = play.to_role == Role.USER
+            try:
+                play.step()
+            except Exception as error:
+                if not asked:
+                    raise
+                return {"lost": f"tau2's user: {type(error).__name__}: {error}"}
+            if play.to_role == Role.ENV or play.done:
+                continue
+            if play.step_count >= DEFAULT_MAX_STEPS:
+                play.done, play.termination_reason = True, TerminationReason.MAX_STEPS
+            elif play.num_errors >= DEFAULT_MAX_ERRORS:
+                play.done, play.termination_reason = True, TerminationReason.TOO_MANY_ERRORS
+        return None
+
+    def _news(self):
+        """What the agent has not read yet, but for what it said itself."""
+        new = [one for one in self._play.trajectory[self._read :] if is_valid_agent_history_message(one)]
+        first, self._read = not self._read, len(self._play.trajectory)
+        news = []
+        for one in new:
+            if isinstance(one, ToolMessage):
+                news.append({"role": "tool", "tool_call_id": one.id, "content": one.content or ""})
+            elif isinstance(one, UserMessage) or first:
+                calls = [
+                    call.model_dump(include={"id", "name", "arguments"}) for call in one.tool_calls or []
+                ]
+                news.append({"role": one.role, "content": one.content or "", "tool_calls": calls})
+        return news
+
+    def rows(self, env, args):
+        """The tasks of a domain."""
+        return [
+            {"env": env, "index": place, **args} for place, _ in enumerate(registry.get_tasks_loader(env)())
+        ]
+
+    def score(self, messages):
+        """What tau2's evaluator says of the conversation; one that a limit ended is worth what it says, 0."""
+        play = self._play
+        criteria = self._task.evaluation_criteria
+        judged = criteria is not None and RewardType.NL_ASSERTION in criteria.reward_basis
+        run = SimulationRun(
+            id="rollout",
+            task_id=self._task.id,
+            start_time="",
+            end_time="",
+            duration=0.0,
+            termination_reason=play.termination_reason or TerminationReason.MAX_STEPS,
+            messages=play.get_trajectory(),
+        )
+        kind = EvaluationType.ALL_WITH_NL_ASSERTIONS if judged else EvaluationType.ALL
+        try:
+            verdict = evaluate_simulation(run, self._task, kind, self._solo, self._domain)
+        except Exception as error:
+            if judged:
+                return {"lost": f"tau2's judge: {type(error).__name__}: {error}"}
+            if self._known or not self._blames_the_agent():
+                raise
+            return {"reward": 0.0, "parts": {"unjudged": 1.0}}
+        parts = {kind.value.lower(): value for kind, value in (verdict.reward_breakdown or {}).items()}
+        return {"reward": verdict.reward, "parts": parts}
+
+    def _blames_the_agent(self):
+        """Whether the evaluator, which failed on what the agent left, gives the task's own actions all."""
+        known = Episode(Relay.ask)
+        known.reset(dict(self._row, user="obliging"), 0)
+        known._known = True
+        for turn in known.solution() or []:
+            known.step(**turn)
+        return known.score([])["reward"] == 1.0
+
+    def solution(self):
+        """The turns that the task's own actions are, with all that has to be said; None: there are none."""
+        criteria = self._task.evaluation_criteria
+        if criteria is None or criteria.actions is None:
+            return None
+        if any(action.requestor != "assistant" for action in criteria.actions):
+            return None
+        calls = [{"name": action.name, "arguments": action.arguments} for action in criteria.actions]
+        turns = [{"text": "", "calls": [{"id": f"call-{place}", **call}]} for place, call in enumerate(calls)]
+        if self._solo:
+            return [*turns, {"text": "", "calls": [{"id": "end", "name": "done", "arguments": {}}]}]
+        said = " ".join(criteria.communicate_info or [])
+        return [*turns, {"text": f"It is done. {said}", "calls": []}]
