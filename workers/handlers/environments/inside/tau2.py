@@ -4,6 +4,7 @@ The words of the user, and of a judge, are asked of the worker. So there is no n
 neither litellm nor pandas, which the package imports for nothing else that happens here.
 """
 
+import os
 import sys
 import types
 
@@ -43,6 +44,7 @@ def _stand_in():
 
 
 _stand_in()
+os.environ["LOGURU_LEVEL"] = "ERROR"  # else each call is a line of the log
 
 from tau2.agent.base import is_valid_agent_history_message  # noqa: E402
 from tau2.agent.llm_agent import LLMAgent, LLMSoloAgent  # noqa: E402
