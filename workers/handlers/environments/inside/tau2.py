@@ -134,7 +134,7 @@ class Episode:
             self._play.initialize()
             if failed := self._go_on():
                 return failed
-            messages += self._news()
+            messages += self._news(opening=True)
         return {"messages": messages, "tools": [tool.openai_schema for tool in agent.tools]}
 
     def step(self, text, calls):
@@ -179,15 +179,14 @@ class Episode:
                 play.done, play.termination_reason = True, TerminationReason.TOO_MANY_ERRORS
         return None
 
-    def _news(self):
-        """What the agent has not read yet, but for what it said itself."""
+    def _news(self, opening=False):
+        """What the agent has not read yet, but for what it said itself where that is no part of the opening."""
         new = [one for one in self._play.trajectory[self._read :] if is_valid_agent_history_message(one)]
-        first, self._read = not self._read, len(self._play.trajectory)
-        news = []
+        self._read, news = len(self._play.trajectory), []
         for one in new:
             if isinstance(one, ToolMessage):
                 news.append({"role": "tool", "tool_call_id": one.id, "content": one.content or ""})
-            elif isinstance(one, UserMessage) or first:
+            elif isinstance(one, UserMessage) or opening:
                 calls = [
                     call.model_dump(include={"id", "name", "arguments"}) for call in one.tool_calls or []
                 ]
