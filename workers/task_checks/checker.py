@@ -191,7 +191,8 @@ def _words(rollout: Rollout) -> str:
 
 def _log(rollout: Rollout) -> str:
     artifacts = rollout.trajectory.artifacts if rollout.trajectory else {}
-    return next((artifacts[name][-MAX_LOG:] for name in LOGS if artifacts.get(name)), "")
+    found = (text for name, text in artifacts.items() if text and name.partition("/")[0] in LOGS)
+    return next(found, "")[-MAX_LOG:]
 
 
 def _name(case: Case) -> str:
