@@ -43,9 +43,10 @@ class Harbor(AgentHandler[HarborTask]):
             raise TaskError(f"environment: {error}") from error
         await mcp.install(box, trial)
         await box.setup(trial.environment(step.agent.user))
+        # Before a step's own files come: a fresh sandbox that verifies has none of them.
+        await verifier.note(box, trial)
         await lay_out(box, trial)
         await begin(box, trial, step)
-        await verifier.note(box, trial)
 
     async def opening(self, ctx: RunContext[HarborTask]) -> list[Message]:
         trial = await trial_of(ctx)
