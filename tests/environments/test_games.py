@@ -89,7 +89,7 @@ def test_a_game_of_textarena_against_a_simulator_that_fails_is_dropped(configure
         rollout = played(TextArena(), DUEL, "[4]", limits={"max_attempts": 1})
     assert (rollout.reward, rollout.error.type, rollout.error.blame) == (
         None,
-        "SimulatorError",
+        "EnvironmentLost",
         "infrastructure",
     )
 

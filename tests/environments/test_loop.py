@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
-from rollout.schema import Limits, State
+from rollout.schema import Limits, RolloutRequest, Stage, State
 from rollout.trajectory import Message, ToolCall
+from tests.helpers.stack import ROOT
 from workers.agent.replay import Action, Call
+from workers.errors import TaskError
 from workers.handlers.environments import (
     Environment,
     EnvironmentHandler,
@@ -229,3 +233,23 @@ def test_malformed_calls_are_answered_and_too_many_in_a_row_end_it():
 def test_a_turn_without_a_call_is_the_last_word():
     (rollout,) = play(Tools(), {}, [calls(2), Action(content="done")])
     assert (rollout.finish_reason, rollout.reward) == ("stop", 2.0)
+
+
+def test_the_environment_of_the_page_works_as_it_stands_there():
+    (example,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "environments.md").read_text(), re.DOTALL
+    )
+    names: dict[str, Any] = {}
+    exec(example, names)
+    (rollout,) = play(names["EchoHandler"](), {}, [Action(content="hello")])
+    assert (rollout.state, rollout.reward) == (State.COMPLETED, 1.0)
+
+
+def test_of_a_lost_worker_only_what_needs_no_world_is_taken_over():
+    assert Toy().repeats == {Stage.INIT, Stage.EVAL}
+
+
+def test_a_program_cannot_drive_a_rollout_in_an_environment():
+    request = RolloutRequest(handler="toy", agent={"harness": "codex"})
+    with pytest.raises(TaskError, match="no program can drive"):
+        asyncio.run(Toy().opening(SimpleNamespace(request=request)))

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from pathlib import Path
 
 import pytest
 
-from rollout.schema import Limits, State
+from rollout.schema import Limits, RolloutRequest, State
 from sandbox import processes
 from workers.agent.replay import Action
 from workers.handlers.environments import EnvironmentHandler, EnvironmentTask, process
 from workers.handlers.environments.process import Foreign, ProcessEnvironment
+from workers.inprocess import Actions, InProcess, demo_tokenizer
 from workers.testing import play
 
 ADAPTER = """
@@ -135,6 +137,30 @@ def test_children_that_leave_the_group_end_with_the_process(hostile):
     body = "for _ in range(5):\n    if not os.fork():\n        os.setsid()\n        time.sleep(1000)\n" + GOOD
     assert hostile(body, reusable=False).reward == 1.0
     assert nothing_is_left()
+
+
+def test_a_cancelled_rollout_ends_its_process(tmp_path, toy_home, configured):
+    configured(home=str(toy_home))
+    path = tmp_path / "adapter.py"
+    path.write_text(ADAPTER.replace("BODY", "time.sleep(100)"))
+
+    class Toy(EnvironmentHandler[EnvironmentTask]):
+        name = "toy"
+        Task = EnvironmentTask
+
+        async def make(self, ctx):
+            return ProcessEnvironment(Foreign("toy", path), ctx)
+
+    async def cancelled():
+        runner = InProcess(Toy(), Actions([Action(content="go")], demo_tokenizer()))
+        task = asyncio.create_task(runner.run(RolloutRequest(handler="toy", task={})))
+        while len(pids()) < 2:
+            await asyncio.sleep(0.02)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(cancelled())
+    assert nothing_is_left(idle=False)
 
 
 def test_what_it_prints_goes_to_the_log_and_not_into_the_protocol(hostile, capfd):

@@ -35,11 +35,12 @@ def started():
     """Starts servers, one of a kind, which end with the module."""
     processes: dict[str, tuple[subprocess.Popen, str]] = {}
 
-    def start(name, command, **env):
+    def start(name, command, wait=True, **env):
         if name not in processes:
             port = free_port()
             words = [str(port) if word == "PORT" else str(word) for word in command]
             processes[name] = subprocess.Popen(words, env=os.environ | env), f"http://127.0.0.1:{port}"
+        if wait:
             wait_until(lambda: _answers(processes[name]), PATIENCE_S, f"{name} answers")
         return processes[name][1]
 
@@ -74,9 +75,10 @@ def counter(request, started, configured):
     """A row for a counter, at the resource server of a release of NeMo Gym."""
     if not (HOME / request.param).is_dir():
         pytest.skip(f"there is no {HOME / request.param}: run `make setup-tests`")
-    path = os.pathsep.join(map(str, [HOME / request.param, HOME / "needs", ROOT]))
-    command = [sys.executable, "-m", "tests.helpers.gym_resources", "PORT"]
-    url = started(f"nemo_gym {request.param}", command, PYTHONPATH=path)
+    for release in sorted(RELEASES, key=request.param.__eq__):  # it last, and both at once
+        path = os.pathsep.join(map(str, [HOME / release, HOME / "needs", ROOT]))
+        command = [sys.executable, "-m", "tests.helpers.gym_resources", "PORT"]
+        url = started(release, command, release == request.param, PYTHONPATH=path)
     configured(environment_servers=f"counter={url}/, gone=http://127.0.0.1:9")
 
     def row(wanted=5, **fields):

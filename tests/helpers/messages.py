@@ -160,6 +160,13 @@ GROUPS = (
         ("workers/agent/", "workers/handlers/base.py", "workers/scoring/wire.py"),
     ),
     Group(
+        "Environments",
+        "Foreign code or a server did not do what an environment does; the sample has no reward. "
+        "[Environments](environments.md#reward)",
+        ("EnvironmentFault", "EnvironmentLost"),
+        ("workers/handlers/environments/",),
+    ),
+    Group(
         "Why a patch was not taken",
         "The score of `swe` has the reason, and the rollout its reward. [Software engineering](swe.md)",
         ("_NoPatch",),
