@@ -100,6 +100,9 @@ def convert(
     click.echo(fitting, err=True)
     if fitting.wrong:
         raise click.exceptions.Exit(1)
+    if not no_check and (output or parquet):  # what the rows name has to be there when they are submitted
+        with connect(url) as client:
+            source.put_bundles(client.put_bundle)
 
 
 @tasks.command("import")

@@ -89,6 +89,18 @@ def test_submit_sends_the_bundles_that_are_missing_before_the_first_rollout(gate
     assert f"{tmp_path}/set/a/task.toml: colour is not known" in result.stderr
 
 
+def test_rows_that_name_bundles_are_written_with_their_bundles_sent(gateway, invoke, tmp_path):
+    make(tmp_path / "set" / "a")
+    bundle = pack(tmp_path / "set" / "a")
+    options = ("--handler", "calculator", "-o", str(tmp_path / "rows.jsonl"))
+    result = invoke("tasks", "convert", str(tmp_path / "set"), "--no-check", *options)
+    assert result.exit_code == 0 and gateway.bundles == {}
+    result = invoke("tasks", "convert", str(tmp_path / "set"), *options)
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "rows.jsonl").read_text()) == {"bundle": bundle.digest, "name": "a"}
+    assert gateway.bundles == {bundle.digest: bundle.content}
+
+
 def test_a_fault_of_one_task_directory_is_told_before_anything_is_sent(gateway, invoke, tmp_path):
     make(tmp_path / "set" / "a")
     make(tmp_path / "set" / "b", "[agent]\ntimeout_sec = -1\n")
