@@ -245,7 +245,7 @@ def test_keys_that_are_not_known_are_told_and_not_refused(tmp_path):
 STEPS = PLAIN + '[[steps]]\nname = "a"\n'
 TOML = [
     ("[agent\n", "task.toml: Expected ']' at the end of a table declaration (at line 1, column 7)"),
-    ('schema_version = "2.0"\n', "task.toml: schema_version: '2.0': schemas 1.x are read"),
+    ('schema_version = "2.0"\n', "task.toml: schema_version: '2.0' is no schema 1.x, which are read"),
     ('[task]\nname = "plain"\n', "task.toml: task.name: 'plain' is not of the form org/name"),
     ("[agent]\ntimeout_sec = 0\n", "task.toml: agent.timeout_sec: Input should be greater than 0"),
     ("[agent]\ntimeout_sec = nan\n", "task.toml: agent.timeout_sec: Input should be a finite number"),
@@ -320,7 +320,7 @@ TOML = [
     ),
     (
         'artifacts = [{source = "/a", destination = "/b"}]\n',
-        "task.toml: artifacts.0: destination '/b' is no relative path",
+        "task.toml: artifacts.0.destination: '/b' is no relative path without ..",
     ),
     (
         'artifacts = [{source = "/a", service = "db"}]\n' + PLAIN,
@@ -336,7 +336,7 @@ TOML = [
     ),
     (
         '[[steps]]\nname = "a/b"\n',
-        "task.toml: steps.0.name: 'a/b' cannot be the name of a directory under steps/",
+        "task.toml: steps.0.name: 'a/b' cannot be a directory's name under steps/",
     ),
     ('[[steps]]\nname = "a"\n[[steps]]\nname = "A"\n', "task.toml: steps: two steps have the same name"),
     (STEPS, "steps/a/instruction.md: No such file or directory"),

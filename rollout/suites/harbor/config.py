@@ -19,8 +19,6 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _REFERENCE = re.compile(r"\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}")
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG])B?\s*", re.IGNORECASE)
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
-_STEP_NAME = re.compile(r"[^<>:\"/\\|?*\x00-\x1f\x7f]{1,255}")
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 
@@ -31,16 +29,15 @@ def _variables(env: dict[str, str]) -> dict[str, str]:
     return env
 
 
-def _inside(path: str) -> str:
-    if "\0" in path or ".." in path.split("/"):
-        raise ValueError(f"{path!r} leads out of where it begins: name a path without ..")
-    return path
+def _fits(pattern: str, words: str) -> AfterValidator:
+    """Texts that fit a pattern; others are refused with these words."""
 
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text, re.DOTALL):
+            raise ValueError(f"{text!r} {words}")
+        return text
 
-def _absolute(path: str) -> str:
-    if not path.startswith("/"):
-        raise ValueError(f"{path!r} is no absolute path")
-    return _inside(path)
+    return AfterValidator(check)
 
 
 def _host(text: str) -> str:
@@ -56,7 +53,10 @@ def _host(text: str) -> str:
 
 Env = Annotated[dict[str, str], AfterValidator(_variables)]
 """Variables; a value may be, or hold, `${NAME}` or `${NAME:-default}` (see `resolved`)."""
-AbsolutePath = Annotated[str, AfterValidator(_absolute)]
+_UP = r"(?!(.*/)?\.\.(/|$))"
+InsidePath = Annotated[str, _fits(_UP + r"[^\0]+", "leads out of where it begins: name a path without ..")]
+AbsolutePath = Annotated[str, _fits(_UP + r"/[^\0]*", "is no absolute path without ..")]
+Text = Annotated[str, Field(min_length=1)]
 
 
 class Part(BaseModel):
@@ -75,18 +75,11 @@ class Author(Part):
 class PackageInfo(Part):
     """`[task]`: what the task is called."""
 
-    name: str
+    name: Annotated[str, _fits(r"(?!.*\.\.)\w[\w.-]{0,199}/\w[\w.-]{0,199}", "is not of the form org/name")]
     version: str | None = None
     description: str = ""
     authors: tuple[Author, ...] = ()
     keywords: tuple[str, ...] = ()
-
-    @field_validator("name")
-    @classmethod
-    def _of_an_organisation(cls, name: str) -> str:
-        if not _NAME.fullmatch(name) or ".." in name:
-            raise ValueError(f"{name!r} is not of the form org/name")
-        return name
 
 
 class _Networked(Part):
@@ -113,7 +106,7 @@ class AgentConfig(_Networked):
 class HealthcheckConfig(Part):
     """A command that succeeds when the sandbox is ready, as Docker's HEALTHCHECK."""
 
-    command: Annotated[str, Field(min_length=1)]
+    command: Text
     interval_sec: Seconds = 5.0
     timeout_sec: Seconds = 30.0
     start_period_sec: Annotated[float, Field(ge=0)] = 0.0
@@ -125,7 +118,7 @@ class HealthcheckConfig(Part):
 class MCPServerConfig(Part):
     """A server of tools for the agent."""
 
-    name: Annotated[str, Field(min_length=1)]
+    name: Text
     transport: Literal["stdio", "sse", "streamable-http"] = "sse"
     url: str | None = None
     command: str | None = None
@@ -162,7 +155,7 @@ class EnvironmentConfig(_Networked):
     """`[environment]`: the sandbox that the agent, or a verifier of its own, works in."""
 
     build_timeout_sec: Seconds = 600.0
-    docker_image: Annotated[str, Field(min_length=1)] | None = None
+    docker_image: Text | None = None
     os: Literal["linux", "windows"] = "linux"
     cpus: Annotated[float, Field(gt=0)] | None = None
     memory_mb: Annotated[int, Field(gt=0)] | None = None
@@ -216,7 +209,7 @@ def _megabytes(name: str, size: Any) -> int:
 class CollectConfig(Part):
     """`[[verifier.collect]]`: a command that runs after the agent, before the artifacts are taken."""
 
-    command: Annotated[str, Field(min_length=1)]
+    command: Text
     service: str = "main"
     timeout_sec: Seconds = 60.0
     user: User = None
@@ -249,16 +242,10 @@ class VerifierConfig(_Networked):
 class ArtifactConfig(Part):
     """Files that are taken out of the sandbox."""
 
-    source: Annotated[str, Field(min_length=1), AfterValidator(_inside)]
-    destination: Annotated[str, AfterValidator(_inside)] | None = None
+    source: InsidePath
+    destination: Annotated[str, _fits(_UP + r"(?!/)[^\0\\]*", "is no relative path without ..")] | None = None
     exclude: tuple[str, ...] = ()
     service: str | None = None
-
-    @model_validator(mode="after")
-    def _below(self) -> ArtifactConfig:
-        if self.destination and (self.destination.startswith("/") or "\\" in self.destination):
-            raise ValueError(f"destination {self.destination!r} is no relative path")
-        return self
 
 
 def _artifacts(entries: Any) -> Any:
@@ -270,7 +257,10 @@ def _artifacts(entries: Any) -> Any:
 class StepConfig(Part):
     """`[[steps]]`: one of several turns in one sandbox, each with an instruction and a verifier."""
 
-    name: str
+    name: Annotated[
+        str,
+        _fits(r"(?!.*[. ]$)[^<>:\"/\\|?*\x00-\x1f\x7f]{1,255}", "cannot be a directory's name under steps/"),
+    ]
     agent: AgentConfig = AgentConfig()
     verifier: VerifierConfig = VerifierConfig()
     min_reward: float | dict[str, float] | None = None
@@ -279,13 +269,6 @@ class StepConfig(Part):
     artifacts: tuple[ArtifactConfig, ...] = ()
 
     _plain = field_validator("artifacts", mode="before")(_artifacts)
-
-    @field_validator("name")
-    @classmethod
-    def _a_directory(cls, name: str) -> str:
-        if not _STEP_NAME.fullmatch(name) or not name.strip() or name.endswith((".", " ")):
-            raise ValueError(f"{name!r} cannot be the name of a directory under steps/")
-        return name
 
 
 class SolutionConfig(Part):
@@ -297,7 +280,7 @@ class SolutionConfig(Part):
 class TaskConfig(Part):
     """The whole file."""
 
-    schema_version: str = "1.4"
+    schema_version: Annotated[str, _fits(r"1(\.\d+)*", "is no schema 1.x, which are read")] = "1.4"
     task: PackageInfo | None = None
     metadata: dict[str, Any] = Field(default_factory=dict)
     agent: AgentConfig = AgentConfig()
@@ -319,13 +302,6 @@ class TaskConfig(Part):
             data = dict(data)
             data.setdefault("schema_version", data.pop("version"))
         return data
-
-    @field_validator("schema_version")
-    @classmethod
-    def _known(cls, version: str) -> str:
-        if not re.fullmatch(r"1(\.\d+)*", version):
-            raise ValueError(f"{version!r}: schemas 1.x are read")
-        return version
 
     @field_validator("steps")
     @classmethod
