@@ -202,6 +202,7 @@ class Stack:
             "ROLLOUT_REDIS_URL": self.redis.url,
             "ROLLOUT_NODE": NODE,
             "ROLLOUT_SANDBOX_DIR": str(sandbox_dir),
+            "ROLLOUT_BUNDLE_CACHE": str(directory / "bundles"),
             "ROLLOUT_HANDLERS": "tests.helpers.handlers:all_handlers",
             "HF_HUB_OFFLINE": "1",
             **(env or {}),

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from rollout.schema import Rollout, RolloutRequest, State
+from rollout.suites import harbor
 from tests.helpers import swe_toy
 from tests.helpers.blocking import SyncHostClient
 from tests.helpers.fake_engine import fake_engine
 from tests.helpers.policy_script import VARIABLE, Plans
 from tests.helpers.sandboxes import leftovers, stop_host
 from tests.helpers.stack import Stack, wait_until
+from tests.unit.test_harbor_directory import PLAIN, make
 from workers.agent.replay import Action, Call
 
 
@@ -32,11 +34,14 @@ class Service:
         self, handler: str, field: str, task: dict[str, Any], *actions: Action | str
     ) -> RolloutRequest:
         """A task whose policy plays these actions; the field gets the plan's name."""
+        task = {**task, field: f"{task[field]}\n({self.plan(handler, *actions)})"}
+        return RolloutRequest(handler=handler, task=task)
+
+    def plan(self, handler: str, *actions: Action | str) -> str:
+        """The words by which a prompt has the policy play these actions."""
         self._number += 1
         turns = [Action(content=turn) if isinstance(turn, str) else turn for turn in actions]
-        words = self._plans.add(f"{handler.replace('_', '-')}-{self._number}", turns)
-        task = {**task, field: f"{task[field]}\n({words})"}
-        return RolloutRequest(handler=handler, task=task)
+        return self._plans.add(f"{handler.replace('_', '-')}-{self._number}", turns)
 
 
 def use(tool: str, **arguments: Any) -> Action:
@@ -173,3 +178,18 @@ def test_a_cancel_while_tests_run_ends_the_fresh_sandbox_too(service):
     client.cancel(rollout_id)
     assert client.get(rollout_id, wait=60).state is State.CANCELLED
     wait_until(lambda: host.list() == [], 120, "both sandboxes are gone")
+
+
+def test_a_suite_of_directories_reaches_the_workers_and_its_tests_score_it(service: Service, tmp_path: Path):
+    score = "worth=0.25; cmp /tests/wanted note && worth=1; echo $worth > /logs/verifier/reward.txt\n"
+    for name, written in (("right", "yes"), ("wrong", "no")):
+        words = service.plan("harbor", use("execute_bash", command=f"echo {written} > note"), "Done.")
+        files = {"instruction.md": f"Write yes into note.\n({words})\n", "tests/test.sh": score}
+        toml = f'[task]\nname = "acme/{name}"\n{PLAIN}workdir = "/tmp"\n'
+        make(tmp_path / name, toml, **files, **{"tests/wanted": "yes\n"})
+    client = service.stack.client
+    ended = client.run(harbor.requests(tmp_path, client, n=2))
+    assert [rollout.state for rollout in ended] == [State.COMPLETED] * 4, [rollout.error for rollout in ended]
+    rewards = [(rollout.request.task["name"], rollout.reward) for rollout in ended]
+    assert rewards == [*[("acme/right", 1.0)] * 2, *[("acme/wrong", 0.25)] * 2]
+    assert not client.put_bundle(next(harbor.tasks(tmp_path)))

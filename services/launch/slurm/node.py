@@ -94,6 +94,7 @@ class NodeJob(MemberJob):
         env["ROLLOUT_SANDBOX_DIR"] = str(sandboxes)
         env["ROLLOUT_SANDBOX_CLOSED"] = parts.closed_to_sandboxes(env, self.run_dir.path)
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(sandboxes / "torchinductor"))
+        env.setdefault("ROLLOUT_BUNDLE_CACHE", str(sandboxes / "bundles"))
         if root != Path("/tmp"):
             # Unpacked images stay from job to job.
             env.setdefault("ROLLOUT_IMAGE_CACHE", str(root / f"rollout-images-{os.getuid()}"))
