@@ -92,9 +92,9 @@ class NodeJob(MemberJob):
         env = super()._environment("ROLLOUT_URL", "ROLLOUT_API_KEY", *without)
         env["ROLLOUT_NODE"] = self.place.name
         env["ROLLOUT_SANDBOX_DIR"] = str(sandboxes)
+        env.setdefault("ROLLOUT_BUNDLE_CACHE", str(sandboxes / "bundles"))
         env["ROLLOUT_SANDBOX_CLOSED"] = parts.closed_to_sandboxes(env, self.run_dir.path)
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(sandboxes / "torchinductor"))
-        env.setdefault("ROLLOUT_BUNDLE_CACHE", str(sandboxes / "bundles"))
         if root != Path("/tmp"):
             # Unpacked images stay from job to job.
             env.setdefault("ROLLOUT_IMAGE_CACHE", str(root / f"rollout-images-{os.getuid()}"))
