@@ -64,7 +64,7 @@ def images() -> None:
     help="Instead of NAME and SOURCE: make each image that the tasks in this file need and that is missing; "
     "of a directory, those of each environment/Dockerfile.",
 )
-@click.option("--reader", help="With --dataset: what reads it. [default: the only one that is installed]")
+@click.option("--reader", help="With --dataset: what reads it. [default: harbor for a directory, else swe]")
 @click.option(
     "--sources",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -161,11 +161,9 @@ READERS = "rollout.image_readers"
 
 
 def _image_reader(name: str | None, dataset: Path) -> ImageReader:
-    if name is None and dataset.is_dir():
-        return dockerfiles.images_below
     points = {point.name: point for point in entry_points(group=READERS)}
-    if name is None and len(points) == 1:
-        (name,) = points
+    if name is None:
+        (name,) = points if len(points) == 1 else ("harbor" if dataset.is_dir() else "swe",)
     if name not in points:
         known = ", ".join(sorted(points)) or "none"
         raise click.UsageError(f"--reader: there is no {name!r}; installed: {known} (entry points {READERS})")

@@ -9,13 +9,14 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from rollout import cli
-from sandbox import paths, processes
+from sandbox import image_commands, paths, processes
 from sandbox.images import image_config
 from sandbox.images.dockerfile import image_name
 from services.settings import settings
@@ -92,13 +93,24 @@ def test_the_command_builds_a_dockerfile_and_leaves_what_has_not_changed(home):
     assert details.exit_code == 0, details.output
 
 
-def test_all_environments_of_a_tree_of_tasks_are_built_once(home):
+def test_all_environments_of_a_tree_of_tasks_are_built_once(home, monkeypatch):
+    readers = {
+        "harbor": "workers.handlers.harbor.needs:images_of",
+        "swe": "workers.handlers.swe.images:images_of",
+    }
+    points = [EntryPoint(name, place, "") for name, place in readers.items()]
+    monkeypatch.setattr(image_commands, "entry_points", lambda group: points)
     first = environment(home, "a", "FROM small\nRUN touch /usr/a\n")
-    environment(home, "b", "FROM small\n# as the other\nRUN touch /usr/a\n")
+    second = environment(home, "b", "FROM small\n# as the other\nRUN touch /usr/a\n")
+    for task in (first.parent, second.parent):
+        (task / "task.toml").write_text('schema_version = "1.4"\n')
+        (task / "instruction.md").write_text("Do it.\n")
+        (task / "tests").mkdir()
+        (task / "tests/test.sh").write_text("true\n")
     result = images("build", "--dataset", home / "tasks", "-q")
     assert result.exit_code == 0, result.output
-    assert "1 built, 1 there already, 0 failed" in result.output
-    assert (home / "images" / f"{image_name(first)}.sif").is_file()
+    assert "1 built, 0 there already, 0 failed" in result.output
+    assert (home / "images" / f"{image_name(second)}.sif").is_file()
 
 
 def test_a_missing_image_is_built_in_init_if_the_deployment_permits(home, monkeypatch):

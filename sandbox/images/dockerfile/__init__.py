@@ -7,9 +7,9 @@ node's image cache. docs/images.md says what is supported.
 
 from typing import Any
 
-from sandbox.images.dockerfile.source import dockerfile_of, image_name, images_below, load
+from sandbox.images.dockerfile.source import dockerfile_of, image_name, load
 
-__all__ = ["build", "dockerfile_of", "image_name", "images_below", "load"]
+__all__ = ["build", "dockerfile_of", "image_name", "load"]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -66,12 +66,6 @@ def dockerfile_of(place: Path) -> Path | None:
         return place / "Dockerfile" if (place / "Dockerfile").is_file() and not is_root else None
     is_one = place.name.startswith("Dockerfile") or place.suffix.lower() == ".dockerfile"
     return place if is_one and place.is_file() else None
-
-
-def images_below(directory: Path) -> Iterator[tuple[str, str]]:
-    """Name and source of the image of each `environment/Dockerfile` of a tree of tasks. Raises as `load`."""
-    for dockerfile in sorted(directory.rglob("environment/Dockerfile")):
-        yield image_name(dockerfile.parent), str(dockerfile.parent)
 
 
 def load(place: Path, arguments: Mapping[str, str] | None = None) -> Source:

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from weakref import WeakValueDictionary
 
 from rollout.image_names import local_name
 from rollout.suites.harbor.config import EnvironmentConfig
 from sandbox.errors import ImageError
 from sandbox.images import ImageStore
-from sandbox.images.dockerfile import image_name
-from services.settings import settings
 from workers.errors import TaskError
-
-_building: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-"""Rollouts of a group want the same image at once; one of them builds it."""
+from workers.image_builds import build_for_task
 
 
 async def image_of(environment: EnvironmentConfig, context: Path) -> str:
@@ -35,24 +30,4 @@ async def image_of(environment: EnvironmentConfig, context: Path) -> str:
             remedy = f"`rollout images build {image} docker://{environment.docker_image}`"
             raise TaskError(f"{error}; {remedy}, or of a tar of `docker save`") from error
         return image
-    try:
-        image = await asyncio.to_thread(image_name, context)
-        lock = _building.setdefault(image, asyncio.Lock())
-        async with lock:
-            await asyncio.to_thread(_find_or_build, image, context, environment.build_timeout_sec)
-    except ImageError as error:
-        raise TaskError(f"environment: {error}") from error
-    return image
-
-
-def _find_or_build(image: str, context: Path, timeout_s: float) -> None:
-    try:
-        ImageStore().find(image)
-    except ImageError as error:
-        builds = settings().image_builds
-        if builds == "off":
-            remedy = "`rollout tasks import PATH` builds it; ROLLOUT_IMAGE_BUILDS lets workers do so"
-            raise TaskError(f"{error}; {remedy}") from error
-        from sandbox.images.dockerfile import build
-
-        build(context, image, network=builds == "network", timeout=timeout_s)
+    return await build_for_task(context, environment.build_timeout_sec)
