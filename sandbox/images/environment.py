@@ -7,20 +7,23 @@ never run, for an image is not to be trusted, and no link of it is followed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import re
-import tempfile
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sandbox import paths, trees
+from sandbox import paths
 from sandbox.images import squashfs
 
-OWN = (".singularity.d", "rollout.json")
-"""Where images built here say what they are."""
+OWN, TRAILER = (".singularity.d", "rollout.json"), b"ROLLOUT\0"
+"""Where images built here say what they are: inside, and how what is behind the file's end ends."""
+OCI = {"workdir": "WorkingDir", "user": "User", "shell": "Shell", "labels": "Labels"}
+"""Our names, and those in the configuration of an OCI image."""
 PLACE = (".singularity.d", "env", "10-docker2singularity.sh")
 MAX_BYTES = 256 << 10
 LINE = re.compile(r'export ([A-Za-z_][A-Za-z0-9_]*)="(?:\$\{\1:-("?)(.*)\2\}|((?!\$\{).*))"')
@@ -32,17 +35,16 @@ ESCAPED = re.compile(r'\\([\\"`$])')
 
 def docker_environment(rootfs: Path) -> dict[str, str]:
     """Name → value; {} where the image is no Docker image's, or says it in no known form."""
-    try:
-        own = _object(_read(rootfs, OWN))
-        return {name: text for name, text in _strings(own.get("env")).items() if NAME.fullmatch(name)}
-    except OSError:
-        pass
-    try:
-        text = _read(rootfs, PLACE).decode(errors="replace")
-    except OSError:
-        return {}
+    with contextlib.suppress(OSError):
+        return _named(_object(_read(rootfs, OWN)).get("env"))
+    with contextlib.suppress(OSError):
+        return _variables_in(_read(rootfs, PLACE))
+    return {}
+
+
+def _variables_in(script: bytes) -> dict[str, str]:
     variables = {}
-    for line in text.splitlines():
+    for line in script.decode(errors="replace").splitlines():
         if match := LINE.fullmatch(line):
             # Quoted twice, once as a Go string and once for the shell.
             value = match[4] if match[3] is None else match[3]
@@ -76,45 +78,61 @@ def image_config(image: Path) -> ImageConfig:
     Raises ImageError for a file that is no image.
     """
     if image.is_dir():
-        return _config_in(image, {})
-    documents = map(_object, squashfs.json_parts(image))
-    outside = next((found for found in documents if "data" not in found), {})  # the other is of `inspect`
-    user = paths.sandbox_user()
-    with tempfile.TemporaryDirectory(prefix="rollout-config-") as directory:
-        target = Path(directory, "root")
-        target.mkdir()
-        if user is not None:
-            Path(directory).chmod(0o711)
-            os.chown(target, user, user)
-        squashfs.extract(image, target, OWN[0], user)
-        config = _config_in(target, outside)
-        trees.remove(target)
-    return config
+        with contextlib.suppress(OSError):
+            return _config(_object(_read(image, OWN)))
+        return ImageConfig(env=docker_environment(image))
+    if own := _object(_trailer(image)):
+        return _config(own)
+    for found in map(_object, squashfs.json_parts(image)):
+        if "data" not in found:  # the other is of `inspect`
+            env = found.get("Env")
+            pairs = [str(line).partition("=")[::2] for line in env] if isinstance(env, list) else []
+            own = {ours: found.get(theirs) for ours, theirs in OCI.items()}
+            return _config({**own, "env": dict(pairs)})
+    text = squashfs.read_file(image, "/".join(PLACE), MAX_BYTES, paths.sandbox_user())
+    return ImageConfig(env=_variables_in(text))
 
 
-def _config_in(rootfs: Path, oci: dict[str, Any]) -> ImageConfig:
-    """`oci`: the configuration of an OCI image, where it lies outside of the file system."""
-    try:
-        own = _object(_read(rootfs, OWN))
-    except OSError:
-        own = {}
-    if not own:
-        names = {"workdir": "WorkingDir", "user": "User", "shell": "Shell", "labels": "Labels"}
-        own = {ours: oci.get(theirs) for ours, theirs in names.items()}
-        own["env"] = docker_environment(rootfs)
+def add_trailer(image: Path, config: ImageConfig) -> None:
+    """Have an image file say what it is behind its end as well, where it is read at once."""
+    text = config.as_json()
+    with image.open("ab") as file:
+        file.write(text + struct.pack("<Q", len(text)) + TRAILER)
+
+
+def _trailer(image: Path) -> bytes:
+    """What `add_trailer` has written; empty if it has not."""
+    tail = struct.calcsize("<Q") + len(TRAILER)
+    with image.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - tail))
+        length, magic = file.read(8), file.read()
+        size = struct.unpack("<Q", length)[0] if magic == TRAILER else 0
+        if not 0 < size <= min(MAX_BYTES, end - tail):
+            return b""
+        file.seek(end - tail - size)
+        return file.read(size)
+
+
+def _config(own: dict[str, Any]) -> ImageConfig:
+    """What makes no sense has the default."""
     default = ImageConfig()
     shell = own.get("shell")
     if not (isinstance(shell, list) and shell and all(map(_is_text, shell))):
         shell = default.shell
     workdir, user, digest = (own.get(name) for name in ("workdir", "user", "digest"))
     return ImageConfig(
-        env={name: value for name, value in _strings(own.get("env")).items() if NAME.fullmatch(name)},
+        env=_named(own.get("env")),
         workdir=workdir if _is_text(workdir) and workdir.startswith("/") else default.workdir,
         user=user if _is_text(user) and "\n" not in user else default.user,
         shell=tuple(shell),
         labels=_strings(own.get("labels")),
         digest=digest if _is_text(digest) else "",
     )
+
+
+def _named(value: object) -> dict[str, str]:
+    return {name: text for name, text in _strings(value).items() if NAME.fullmatch(name)}
 
 
 def _object(text: bytes) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import struct
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from sandbox import paths
 from sandbox.errors import ImageError
@@ -149,17 +149,20 @@ def unpack(
         raise ImageError(f"cannot unpack {path} into {target.parent}: {_complaint(process)}")
 
 
-def extract(path: Path, target: Path, name: str, user: int | None = None) -> None:
-    """Unpack what lies below one name, if anything does, into an empty directory that `user` may write to; as
-    `unpack`. Raises ImageError.
+def read_file(path: Path, name: str, most: int, user: int | None = None) -> bytes:
+    """The beginning of a file in a SIF or squashfs file, read by `user` if we are root; empty where there is
+    none, or unsquashfs is older than 4.5. Raises ImageError.
     """
-    arguments = ["-q", "-n", "-no-xattrs", "-f", "-d", ".", "-o", str(squashfs_offset(path))]
     with path.open("rb") as file:
-        process = _unsquashfs(
-            path, file.fileno(), "read", arguments, LIST_TIMEOUT_S, user=user, cwd=target, names=(name,)
-        )
-    if process.returncode not in (0, 2):
-        raise ImageError(f"cannot read {path}: {_complaint(process)}; copy or build it again")
+        arguments = ["-cat", "-o", str(squashfs_offset(path))]
+        command, options = _command(path, file.fileno(), "read", arguments, user=user)
+        with subprocess.Popen(
+            [*command, name], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **options
+        ) as process:
+            assert process.stdout is not None
+            content = process.stdout.read(most)
+            process.kill()  # an image is not to be trusted: there may be very much more
+    return content
 
 
 def reader(opened: int, user: int | None) -> int | None:
@@ -179,25 +182,35 @@ def _unsquashfs(
     keep: Sequence[int] = (),
     user: int | None = None,
     cwd: Path = Path("/"),
-    names: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[bytes]:
+    command, options = _command(path, opened, verb, arguments, keep, user, cwd)
+    try:
+        return subprocess.run(command, capture_output=True, timeout=timeout, **options)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ImageError(f"cannot {verb} {path}: {error}") from error
+
+
+def _command(
+    path: Path,
+    opened: int,
+    verb: str,
+    arguments: list[str],
+    keep: Sequence[int] = (),
+    user: int | None = None,
+    cwd: Path = Path("/"),
+) -> tuple[list[str], dict[str, Any]]:
+    """Of unsquashfs, and how it is to be started. Raises ImageError where it is missing."""
     program = shutil.which("unsquashfs", path=paths.tool_path())
     if program is None:
         raise ImageError(f"cannot {verb} {path}: unsquashfs is missing; run deploy/setup/apptainer.sh")
-    environment = {"PATH": paths.tool_path(), "LANG": "C"}
     user = reader(opened, user)
-    try:
-        return subprocess.run(
-            [program, *arguments, f"/proc/self/fd/{opened}", *names],
-            capture_output=True,
-            timeout=timeout,
-            env=environment,
-            pass_fds=(opened, *keep),
-            cwd=cwd,
-            **({} if user is None else {"user": user, "group": user, "extra_groups": []}),
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ImageError(f"cannot {verb} {path}: {error}") from error
+    options: dict[str, Any] = {
+        "env": {"PATH": paths.tool_path(), "LANG": "C"},
+        "pass_fds": (opened, *keep),
+        "cwd": cwd,
+    }
+    as_user = {} if user is None else {"user": user, "group": user, "extra_groups": []}
+    return [program, *arguments, f"/proc/self/fd/{opened}"], options | as_user
 
 
 def _complaint(process: subprocess.CompletedProcess[bytes]) -> str:

@@ -373,6 +373,9 @@ def test_what_is_copied_lies_where_docker_puts_it(home, context, tmp_path):
     assert (root / "copied/in.tar.gz").read_bytes() == archive.getvalue()
     config = image_config(image)
     assert config == image_config(root)
+    cut = tmp_path / "cut.sif"
+    cut.write_bytes(image.read_bytes()[:-16] + b"\xff" * 8 + image.read_bytes()[-8:])
+    assert image_config(cut).workdir == "/"
     assert config.env["ONE"] == "1" and config.env["PATH"].startswith("/opt/bin:/usr")
     assert (config.workdir, config.user, config.shell) == ("/work/there", "joe:users", ("/bin/bash", "-c"))
     assert config.labels == {"kept": "yes"}
@@ -629,6 +632,12 @@ def test_an_absent_image_is_named_with_what_to_do(home, context):
     assert message.startswith("Dockerfile:2: ")
     assert "rollout images build ghcr.io-no-such-1 docker://ghcr.io/no/such:1" in message
     assert "docker save" in message
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can have files of two users")
+def test_a_directory_of_another_user_is_not_built_upon(home, context):
+    small_image(home / "images/others", 0)
+    assert "rollout images build NAME" in refused(context("FROM others\nRUN touch /x\n"))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as a plain user already")

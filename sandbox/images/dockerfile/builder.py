@@ -28,7 +28,7 @@ from sandbox.images.dockerfile import context
 from sandbox.images.dockerfile.lines import Instruction
 from sandbox.images.dockerfile.plan import Stage, Step
 from sandbox.images.dockerfile.source import Source, hash_of, load
-from sandbox.images.environment import ImageConfig, image_config
+from sandbox.images.environment import ImageConfig, add_trailer, image_config
 from sandbox.images.store import KEY_CHARS, ImageStore
 from sandbox.images.tool import REPOSITORY
 from sandbox.spec import Limits
@@ -243,6 +243,12 @@ class Builder:
             return "", []
         if isinstance(origin, str):
             rootfs = self.store.rootfs(local_name(origin), self.user)
+            owner, builder = rootfs.stat().st_uid, os.geteuid() if self.user is None else self.user
+            if owner != builder:
+                raise ImageError(
+                    f"image {rootfs} is a directory of uid {owner}, and builds run as uid {builder}, who "
+                    f"cannot change it; pack it under another name: rollout images build NAME {rootfs}"
+                )
             self.leases.enter_context(self.store.hold(rootfs))
             return self.identity(origin), [str(rootfs)]
         if origin not in self.done:
@@ -430,6 +436,7 @@ class Builder:
             status, said = self.inside({"operation": "pack", "argv": argv}, layer, lowers, None)
             if status != 0:
                 raise ImageError(f"cannot make {target}: {said}")
+            add_trailer(made, config)
             building._install(made, target)
 
 

@@ -111,7 +111,11 @@ def mount(request: dict[str, Any]) -> Path:
         flags |= MS_RDONLY
     if _libc.mount(b"overlay", os.fsencode(root), b"overlay", flags, os.fsencode(options)) != 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"no overlay of {len(request['lowers'])} layers: {os.strerror(number)}")
+        raise OSError(
+            number,
+            f"no overlay of {len(request['lowers'])} layers ({os.strerror(number)}): it takes Linux 5.11 or "
+            "newer and an image cache (ROLLOUT_IMAGE_CACHE) on a disk of the node, itself no overlay",
+        )
     return root
 
 
