@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rollout.schema import Limits, Rollout
 from services.settings import settings
+from tests.helpers.harbor_tasks import NO_NETWORK, Play, request, write_task
 from tests.helpers.players import Player
 from tests.helpers.sandboxes import own_sandboxes, stop_host
 from workers import bundles
+from workers.agent.replay import Action
+from workers.handlers.harbor import Harbor
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -32,3 +37,16 @@ def player(host: Path) -> Iterator[Player]:
     """Plays the rollouts of all tests on one event loop."""
     with asyncio.Runner() as runner:
         yield Player(runner)
+
+
+@pytest.fixture
+def play(player: Player, tmp_path: Path) -> Play:
+    """Plays turns on a task, written as `write_task` has it; `task` has further fields of the request's."""
+
+    def play(*actions: Action | str, toml: str = NO_NETWORK, task: Any = None, **parts: Any) -> Rollout:
+        limits, place = parts.pop("limits", Limits()), tmp_path / f"task-{len(list(tmp_path.iterdir()))}"
+        directory = write_task(place, toml, **parts)
+        turns = [*actions, "Done."]
+        return player.play(Harbor(), request(directory, **(task or {})), turns, limits=limits)
+
+    return play

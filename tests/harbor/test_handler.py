@@ -3,58 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from rollout.schema import Blame, Limits, Rollout, State
+from rollout.schema import State
 from rollout.trajectory import FinishReason
-from tests.helpers.harbor_tasks import request, write_task
-from tests.helpers.players import Player
-from workers.agent.replay import Action, Call
-from workers.handlers.harbor import Harbor
-
-Play = Callable[..., Rollout]
-NO_NETWORK = "[environment]\nnetwork_mode = 'no-network'\n"
+from services.settings import settings
+from tests.helpers.harbor_tasks import NO_NETWORK, Play, bash, refused, said
 
 
-def calling(tool: str, **arguments: Any) -> Action:
-    return Action(tool_calls=[Call(name=tool, arguments=arguments)])
-
-
-def bash(command: str, **more: Any) -> Action:
-    return calling("execute_bash", command=command, **more)
-
-
-@pytest.fixture
-def play(player: Player, tmp_path: Path) -> Play:
-    """Plays turns on a task, written as `write_task` has it."""
-
-    def play(*actions: Action | str, toml: str = NO_NETWORK, task: Any = None, **parts: Any) -> Rollout:
-        limits, n = parts.pop("limits", Limits()), len(list(tmp_path.iterdir()))
-        directory = write_task(tmp_path / f"task-{n}", toml, **parts)
-        turns = [*actions, "Done."]
-        return player.play(Harbor(), request(directory, **(task or {})), turns, limits=limits)
-
-    return play
-
-
-def said(rollout: Rollout) -> list[str]:
-    """What the tools answered."""
-    assert rollout.error is None, rollout.error
-    return [message.text for message in rollout.trajectory.messages if message.role == "tool"]
-
-
-def refused(rollout: Rollout) -> str:
-    """Why a task is not worked on."""
-    assert (rollout.state, rollout.reward, rollout.drop) == (State.FAILED, None, True)
-    assert rollout.error.blame is Blame.TASK
-    return rollout.error.message
-
-
-def test_an_agent_works_where_the_image_says_and_is_scored_by_the_tests(play):
+def test_an_agent_works_where_the_image_says_and_is_scored_by_the_tests(play: Play):
     done = play(
         bash("pwd; ls -d /tests /solution; ls /logs"),
         bash("touch done.txt"),
@@ -70,10 +28,8 @@ def test_an_agent_works_where_the_image_says_and_is_scored_by_the_tests(play):
 
 
 def test_variables_come_from_the_task_and_of_the_workers_own_only_those_that_are_permitted(
-    play, monkeypatch: pytest.MonkeyPatch
+    play: Play, monkeypatch: pytest.MonkeyPatch
 ):
-    from services.settings import settings
-
     monkeypatch.setenv("GIVEN", "of the worker")
     monkeypatch.setenv("SECRET", "of the worker, too")
     toml = """
@@ -92,7 +48,7 @@ def test_variables_come_from_the_task_and_of_the_workers_own_only_those_that_are
     settings.cache_clear()
 
 
-def test_users_are_those_of_the_image_and_not_kept_apart(play):
+def test_users_are_those_of_the_image_and_not_kept_apart(play: Play):
     toml = NO_NETWORK + "[agent]\nuser = '{}'\n[verifier]\nuser = 'root'\n"
     done = play(bash("echo $USER $LOGNAME $HOME"), toml=toml.format("games"))
     assert said(done)[0] == "games games /usr/games"
@@ -102,7 +58,7 @@ def test_users_are_those_of_the_image_and_not_kept_apart(play):
     assert said(play(bash("echo $USER $HOME")))[0] == "root /root"
 
 
-def test_resources_bound_the_sandbox_and_what_is_not_enforced_is_told(play):
+def test_resources_bound_the_sandbox_and_what_is_not_enforced_is_told(play: Play):
     toml = NO_NETWORK + "memory_mb = 300\nstorage_mb = 50\ncpus = 2\n"
     done = play(bash("ulimit -d -f"), toml=toml)
     assert [int(line.split()[-1]) for line in said(done)[0].splitlines()] == [300 << 10, 50 << 10]
@@ -111,7 +67,7 @@ def test_resources_bound_the_sandbox_and_what_is_not_enforced_is_told(play):
     assert "memory" in refused(play(toml=NO_NETWORK + "memory_mb = 9000000\n"))
 
 
-def test_the_agents_own_time_limit_ends_its_turns_and_they_are_scored(play):
+def test_the_agents_own_time_limit_ends_its_turns_and_they_are_scored(play: Play):
     toml = NO_NETWORK + "[agent]\ntimeout_sec = 2\n"
     done = play(
         bash("touch done.txt"), bash("sleep 30", timeout=30), toml=toml, task={"timeout_multiplier": 0.5}
@@ -120,7 +76,7 @@ def test_the_agents_own_time_limit_ends_its_turns_and_they_are_scored(play):
     assert done.finish_reason is FinishReason.TIME_LIMIT and done.stage_seconds["run"] < 5
 
 
-def test_a_healthcheck_is_waited_for_and_one_that_fails_is_the_tasks_fault(play):
+def test_a_healthcheck_is_waited_for_and_one_that_fails_is_the_tasks_fault(play: Play):
     health = NO_NETWORK + "healthcheck = { command = %s, interval_sec = 0.05, %s }\n"
     # Fails at first: a look that Docker would not take does not count, even where one may fail.
     slow = "test -e /tmp/up || { touch /tmp/up; exit 1; }"
@@ -135,7 +91,7 @@ def test_a_healthcheck_is_waited_for_and_one_that_fails_is_the_tasks_fault(play)
     assert "took too long" in why
 
 
-def test_skills_are_told_and_what_an_agent_did_before_is_its_history(play):
+def test_skills_are_told_and_what_an_agent_did_before_is_its_history(play: Play):
     steps = [
         {"step_id": 1, "source": "system", "message": "Be brief."},
         {"step_id": 2, "source": "user", "message": [{"type": "text", "text": "List it."}]},
@@ -162,16 +118,19 @@ def test_skills_are_told_and_what_an_agent_did_before_is_its_history(play):
     assert "trajectory.json, step 2" in refused(play(files={"trajectory.json": broken}))
 
 
-def test_texts_among_the_artifacts_are_kept(play):
-    toml = "artifacts = ['out.txt', { source = '/srv/reports' }, 'absent.txt']\n" + NO_NETWORK
+def test_texts_among_the_artifacts_are_kept(play: Play):
+    toml = (
+        "artifacts = ['out.txt', { source = '/srv/reports', destination = 'all' }, 'absent.txt']\n"
+        + NO_NETWORK
+    )
     made = "mkdir -p /srv/reports/a; echo 1 >out.txt; echo 2 >/srv/reports/a/b; echo 3 >/logs/artifacts/c"
     done = play(bash(f"{made}; printf '\\377' >/logs/artifacts/binary"), toml=toml)
     kept = {name: text for name, text in done.trajectory.artifacts.items() if name.startswith("artifacts/")}
-    assert kept == {"artifacts/out.txt": "1\n", "artifacts/srv/reports/a/b": "2\n", "artifacts/c": "3\n"}
+    assert kept == {"artifacts/out.txt": "1\n", "artifacts/all/a/b": "2\n", "artifacts/c": "3\n"}
     assert done.metrics["artifacts_left_out"] == 1
 
 
-def test_an_image_that_is_not_here_is_told_with_what_makes_it(play):
+def test_an_image_that_is_not_here_is_told_with_what_makes_it(play: Play):
     why = refused(play(toml="[environment]\ndocker_image = 'nobody/none:1'\n"))
     assert "nobody-none-1" in why and "rollout images build" in why
     why = refused(play(files={"environment/Dockerfile": "FROM base\nRUN true\n"}, toml=""))

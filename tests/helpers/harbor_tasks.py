@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+from rollout.schema import Blame, Rollout, State
 from rollout.suites.bundles import pack
+from workers.agent.replay import Action, Call
 from workers.bundles import keep
 
-PASSES = "echo 1 >/logs/verifier/reward.txt"
+Play = Callable[..., Rollout]
+"""Of the fixture `play`."""
+NO_NETWORK = "[environment]\nnetwork_mode = 'no-network'\n"
 BASE = '[environment]\ndocker_image = "base"\n'
 
 
@@ -57,6 +62,29 @@ def request(root: Path, **more: object) -> dict[str, object]:
     bundle = pack(root)
     keep(bundle)
     return {"bundle": bundle.digest, **more}
+
+
+def calling(tool: str, **arguments: Any) -> Action:
+    """A turn that calls a tool."""
+    return Action(tool_calls=[Call(name=tool, arguments=arguments)])
+
+
+def bash(command: str, **more: Any) -> Action:
+    """A turn that gives the shell a command."""
+    return calling("execute_bash", command=command, **more)
+
+
+def said(rollout: Rollout) -> list[str]:
+    """What the tools answered."""
+    assert rollout.error is None, rollout.error
+    return [message.text for message in rollout.trajectory.messages if message.role == "tool"]
+
+
+def refused(rollout: Rollout) -> str:
+    """Why a task is not worked on."""
+    assert (rollout.state, rollout.reward, rollout.drop) == (State.FAILED, None, True)
+    assert rollout.error.blame is Blame.TASK
+    return rollout.error.message
 
 
 MCP_SERVER = '''

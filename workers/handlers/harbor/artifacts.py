@@ -20,19 +20,18 @@ async def keep_artifacts(
     What is no text, too long or too much is left out, and told by the metric `artifacts_left_out`.
     """
     assert ctx.sandbox is not None
-    places = [
-        trial.inside(wanted.source) for wanted in (*trial.directory.config.artifacts, *step.config.artifacts)
-    ]
+    declared = (*trial.directory.config.artifacts, *step.config.artifacts)
+    wanted = {trial.inside(item.source): item.destination or item.source.strip("/") for item in declared}
     kept, left_out = 0, 0
-    for place in dict.fromkeys([*places, ARTIFACTS]):
+    for place, shown in {**wanted, ARTIFACTS: ""}.items():
         for path in await _files(ctx.sandbox, place):
             text = await _text(ctx.sandbox, path)
-            name = "/".join(filter(None, ("artifacts", step.name, path.removeprefix(ARTIFACTS).strip("/"))))
             if text is None or kept + len(text.encode()) > MAX_BYTES:
                 left_out += 1
                 continue
             kept += len(text.encode())
-            ctx.artifacts[name] = text
+            parts = ("artifacts", step.name, shown, path.removeprefix(place).strip("/"))
+            ctx.artifacts["/".join(filter(None, parts))] = text
     if left_out:
         ctx.metrics["artifacts_left_out"] = ctx.metrics.get("artifacts_left_out", 0) + left_out
 

@@ -102,10 +102,10 @@ class Egress:
         assert task is not None
         self._open.add(task)
         try:
-            if len(self._open) > MOST_CONNECTIONS:
-                raise Refused(503, f"more than {MOST_CONNECTIONS} connections at once")
             async with asyncio.timeout(HEAD_S):
                 host, port, first = _target(await reader.readuntil(b"\r\n\r\n"))
+            if len(self._open) > MOST_CONNECTIONS:
+                raise Refused(503, f"more than {MOST_CONNECTIONS} connections at once")
             out_reader, out_writer = await self._connect(host, port)
             try:
                 out_writer.write(first)

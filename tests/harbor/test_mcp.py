@@ -1,0 +1,79 @@
+"""MCP servers inside of a task's sandbox, as tools of the model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.helpers.harbor_tasks import MCP_HTTP, MCP_STDIO, NO_NETWORK, Play, bash, calling, refused, said
+
+
+def server(name: str, transport: str, **more: Any) -> str:
+    """A table of a server; strings of JSON are strings of TOML."""
+    fields = {"name": name, "transport": transport, **more}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in fields.items() if key != "headers"]
+    lines += [f"headers = {{ X-Key = {json.dumps(more['headers'])} }}"] if "headers" in more else []
+    return "\n".join(["[[environment.mcp_servers]]", *lines, ""])
+
+
+def test_servers_of_a_task_are_tools_of_the_model(play: Play):
+    toml = NO_NETWORK + server("toy", "stdio", command="python3", args=["-c", MCP_STDIO])
+    done = play(
+        calling("toy__add", a=2, b=40),
+        calling("toy__count"),
+        calling("toy__count"),
+        calling("toy__odd_name"),
+        bash("sleep 0.5", timeout=0.05),
+        calling("toy__count"),
+        bash("touch /done.txt", reset=True),
+        calling("toy__count"),
+        calling("toy__add", a=2),
+        calling("toy__add", a=1, b=1),
+        calling("toy__none"),
+        toml=toml,
+    )
+    first, *counts, odd = said(done)[:4]
+    assert (first, counts) == ("42", ['{"calls": 1}', '{"calls": 2}'])
+    assert odd.startswith("Error: [image: it is not shown")
+    assert said(done)[5] == '{"calls": 3}', "also while a command is running"
+    # What the agent has ended is started again, and so is a server that fell over what it was asked.
+    assert said(done)[7] == '{"calls": 1}'
+    assert said(done)[8:10] == ["Error: toy__add: the server has ended", "2"]
+    assert "there are: execute_bash" in said(done)[10] and done.reward == 1.0
+
+
+@pytest.mark.parametrize(("transport", "path"), [("streamable-http", "/mcp"), ("sse", "/sse")])
+def test_servers_are_reached_over_http_inside_of_the_sandbox(play: Play, transport: str, path: str):
+    url = f"http://localhost:8765{path}"
+    started = "python3 -c 'import socket; socket.create_connection((\"127.0.0.1\", 8765))'"
+    health = f"command = {json.dumps(started)}, start_period_sec = 30, start_interval_sec = 0.05"
+    toml = (
+        NO_NETWORK
+        + f"healthcheck = {{ {health} }}\n"
+        + server("web", transport, url=url, headers="${NO_SUCH:-sesame}")
+    )
+    steps = "[[steps]]\nname = 'one'\n[[steps]]\nname = 'two'\n"
+    files = {
+        "steps/one/workdir/setup.sh": "python3 server.py >/dev/null 2>/tmp/server.log &",
+        "steps/one/workdir/server.py": MCP_HTTP,
+        "steps/two/workdir/setup.sh": "python3 server.py >/dev/null 2>/tmp/server.log &",
+    }
+    files |= {f"steps/{name}/instruction.md": "Add." for name in ("one", "two")}
+    turns = [calling("web__add", a=2, b=40), "Done.", bash("touch done.txt"), calling("web__count")]
+    done = play(*turns, toml=toml + steps, files=files)
+    assert said(done) == ["42", "[no output]", '{"calls": 1}']
+    assert done.reward_components["step.two"] == 1.0
+
+
+def test_a_server_that_tells_no_tools_is_the_tasks_fault(play: Play):
+    toml = NO_NETWORK + server("gone", "streamable-http", url="http://localhost:1/mcp")
+    toml += server("none", "stdio", command="no-such-program")
+    why = refused_in_run(play(toml=toml))
+    assert "mcp_servers: gone: it does not tell its tools" in why and "Connection refused" in why
+
+
+def refused_in_run(done: Any) -> str:
+    assert done.drop and done.error.stage == "run"
+    return refused(done)
