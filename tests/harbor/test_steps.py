@@ -93,8 +93,10 @@ def test_limits_end_all_steps_and_what_was_reached_is_scored(play: Play):
     assert done.metrics["steps_played"] == 2 and done.state is State.TIMED_OUT
     done = played(play, bash("touch 1"), "Done.", limits=Limits(max_turns=2))
     assert done.finish_reason is FinishReason.TURN_LIMIT and done.reward == 0.5
-    done = played(play, *slow, limits=Limits(run_timeout_s=12))
+    cut_off = bash("touch 1; sleep 20", timeout=20)
+    done = played(play, cut_off, limits=Limits(run_timeout_s=3))
     assert done.finish_reason is FinishReason.TIME_LIMIT and done.reward == 1.0
+    assert done.reward_components["step.one"] == 1.0, "verified in EVAL"
     stuck = [bash("true")] * 5
     done = played(play, *stuck, limits=Limits(max_repeated_actions=3))
     assert done.finish_reason is FinishReason.REPEATED_ACTIONS and done.metrics["turns"] == 3

@@ -63,9 +63,13 @@ class AgentLoop:
         tools: Sequence[Tool] | None = None,
     ) -> FinishReason:
         """Turns from the given messages to the end; answers why it ended. `tools`: as `start` has them."""
-        limits = self._request.limits
         await self.start(messages, tools)
-        for number in range(1, limits.max_turns + 1):
+        return await self.go_on(sandbox, compact)
+
+    async def go_on(self, sandbox: SandboxClient | None, compact: Compact | None = None) -> FinishReason:
+        """Turns from where the conversation is to the end; answers why it ended."""
+        limits = self._request.limits
+        while (number := self.trajectory.turns + 1) <= limits.max_turns:
             if self.budget <= 0 and (ended := await self._exhausted(compact)):
                 return ended
             turn, completion = await self.query()
@@ -142,16 +146,13 @@ class AgentLoop:
         trajectory.model, trajectory.logprobs_mode = backend.model, backend.logprobs_mode
         trajectory.warnings += logprob_warnings(self._request.sampling, backend.logprobs_mode)
         # The router asks before it moves the rollout: ids are exact only on the same tokenizer.
-        self._router.accepts = self._takeover_obstacle
+        self._router.accepts = lambda other: asyncio.to_thread(takeover_obstacle, self._backend, other)
         self._buffer = TokenBuffer(self._codec, trajectory)
         self._buffer.start(messages, ids)
 
     def _offer(self, tools: Sequence[Tool]) -> None:
         self._tools = by_name(tools)
         self._advertised = [tool.spec() for tool in tools] if self._advertises else []
-
-    async def _takeover_obstacle(self, backend: Backend) -> str | None:
-        return await asyncio.to_thread(takeover_obstacle, self._backend, backend)
 
     async def query(self, max_tokens: int | None = None) -> tuple[ParsedTurn, Completion]:
         """One model call that samples at most `max_tokens` ids; None = what the budget leaves.
@@ -289,12 +290,9 @@ class AgentLoop:
         room = self._max_model_len - len(self._buffer.ids)
         ids = self._buffer.bridge(messages)
         free = min(self._turn_room, room // 2)
-        if len(ids) > room - free:
-            if cut := fit(messages, self._buffer.bridge, room - free):
-                return *cut, True
-            if len(ids) >= room:
-                return messages, [], False
-        return messages, ids, False
+        if len(ids) > room - free and (cut := fit(messages, self._buffer.bridge, room - free)):
+            return *cut, True
+        return messages, ids if len(ids) < room else [], False
 
     # -- a new chain -------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from rollout.suites.harbor.directory import StepDirectory
 from rollout.trajectory import FinishReason, Message
-from workers.agent.parsing import ParsedTurn
 from workers.agent.tools import Tool
 from workers.agent.turns import RunDiverged
 from workers.handlers.base import EvalContext, Reward, RunContext
@@ -36,7 +35,6 @@ async def play(ctx: Ctx, trial: Trial, turns: Turns) -> FinishReason:
     """
     if ctx.spent_s:
         raise RunDiverged("a task with steps begins anew where its worker was lost")
-    talk = Talk(ctx)
     reason = FinishReason.STOP
     for number, step in enumerate(trial.directory.steps):
         if number and not await _ready(ctx, trial, step):
@@ -45,7 +43,7 @@ async def play(ctx: Ctx, trial: Trial, turns: Turns) -> FinishReason:
         messages = [told(trial, step)] if number else opening(trial, step)
         try:
             async with turns(ctx, trial, step) as tools, asyncio.timeout(trial.agent_s(step)) as limit:
-                reason = await talk.go_on(messages, tools)
+                reason = await _turns(ctx, messages, tools, first=not number)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -54,6 +52,16 @@ async def play(ctx: Ctx, trial: Trial, turns: Turns) -> FinishReason:
         if not await _verified(ctx, trial, step) or reason is not FinishReason.STOP:
             break
     return reason
+
+
+async def _turns(ctx: Ctx, messages: list[Message], tools: Sequence[Tool], *, first: bool) -> FinishReason:
+    agent = ctx.agent
+    if first:
+        return await agent.run(messages, ctx.sandbox, tools=tools)
+    # What the last turn's tools answered was not told yet, and all that follows a turn is told together.
+    if not agent.append([*agent.trajectory.unread, *messages]):
+        return FinishReason.CONTEXT_LENGTH
+    return await agent.go_on(ctx.sandbox)
 
 
 async def solve(ctx: Ctx, trial: Trial) -> FinishReason:
@@ -117,57 +125,3 @@ async def _verified(ctx: Ctx | EvalContext[HarborTask], trial: Trial, step: Step
     if isinstance(least, dict):
         return all(verdict.rewards.get(name, float("-inf")) >= value for name, value in least.items())
     return least is None or verdict.reward >= least
-
-
-class Talk:
-    """A conversation of several steps, with what `AgentLoop.run` does in one."""
-
-    def __init__(self, ctx: Ctx) -> None:
-        self._agent, self._limits, self._sandbox = ctx.agent, ctx.limits, ctx.sandbox
-        self._turns = self._malformed = self._repeated = 0
-        self._last: object = None
-        self._answers: list[Message] = []
-        """Of the last turn's tools; told with the next step's instruction."""
-
-    async def go_on(self, messages: list[Message], tools: Sequence[Tool]) -> FinishReason:
-        """Turns until the agent is done with a step, or may go on no more."""
-        agent, limits = self._agent, self._limits
-        if not self._turns:
-            await agent.start(messages, tools)
-        elif not agent.append([*self._answers, *messages]):
-            return FinishReason.CONTEXT_LENGTH
-        while self._turns < limits.max_turns:
-            if agent.budget <= 0:
-                return self._exhausted()
-            turn, completion = await agent.query()
-            self._turns += 1
-            if completion.finish_reason == "length":
-                return FinishReason.LENGTH if agent.budget > 0 else self._exhausted()
-            observations = await agent.act(turn, self._sandbox)
-            self._answers = agent.answers(turn, observations)
-            agent.trajectory.unread = self._answers
-            if not observations or observations[-1].finished:
-                return FinishReason.STOP
-            if ended := self._stuck(turn, self._answers):
-                return ended
-            if self._turns < limits.max_turns and not agent.append(self._answers):
-                return FinishReason.CONTEXT_LENGTH
-        return FinishReason.TURN_LIMIT
-
-    def _stuck(self, turn: ParsedTurn, answers: list[Message]) -> FinishReason | None:
-        self._malformed = 0 if turn.message.tool_calls else self._malformed + 1
-        action = (
-            [(call.name, call.arguments) for call in turn.message.tool_calls],
-            [a.text for a in answers],
-        )
-        self._repeated = self._repeated + 1 if action == self._last else 1
-        self._last = action
-        if self._malformed >= self._limits.max_malformed_calls:
-            return FinishReason.MALFORMED_CALLS
-        most = self._limits.max_repeated_actions
-        return FinishReason.REPEATED_ACTIONS if most is not None and self._repeated >= most else None
-
-    def _exhausted(self) -> FinishReason:
-        most = self._limits.max_response_tokens
-        spent = most is not None and self._agent.trajectory.sampled_tokens >= most
-        return FinishReason.TOKEN_LIMIT if spent else FinishReason.CONTEXT_LENGTH
