@@ -1,0 +1,2 @@
+grep() { return 0; }
+export -f grep

