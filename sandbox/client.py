@@ -353,9 +353,8 @@ class SandboxClient:
         exclude: Sequence[str] = (),
         max_bytes: int = transfer.MAX_BYTES,
     ) -> Transfer:
-        """Copy a local file or directory to `path` inside; a directory is merged into one there.
-
-        `exclude`: glob patterns of names or relative paths. Raises SandboxRequestError beyond `max_bytes`.
+        """Copy a local file or directory to `path` inside; a directory is merged into one there. `exclude`:
+        glob patterns of names or relative paths. Raises SandboxRequestError beyond `max_bytes`.
         """
         return await self._transfer(transfer.upload, local_path, path, exclude, max_bytes)
 
@@ -367,9 +366,8 @@ class SandboxClient:
         exclude: Sequence[str] = (),
         max_bytes: int = transfer.MAX_BYTES,
     ) -> Transfer:
-        """Copy a file, or a directory to a new one, out of the sandbox. Nothing is written outside of
-        `local_path`: links that lead out of it are skipped, devices refused. Raises SandboxRequestError
-        beyond `max_bytes`.
+        """Copy a file, or a directory to a new one, out of the sandbox. Nothing is written outside of that:
+        links that lead out are skipped, devices refused. Raises SandboxRequestError beyond `max_bytes`.
         """
         return await self._transfer(transfer.download, path, local_path, exclude, max_bytes)
 
@@ -380,12 +378,15 @@ class SandboxClient:
         *,
         exclude: Sequence[str] = (),
         max_bytes: int = transfer.MAX_BYTES,
+        entries: Sequence[tuple[str, int | None]] | None = None,
     ) -> Transfer:
-        """Save a directory (`.` is the workspace) as a local .tar.gz file. Unpack it as hostile input."""
-        return await self._transfer(transfer.pack, path, local_file, exclude, max_bytes)
+        """Save a directory (`.` is the workspace) as a local .tar.gz file, or as a .tar file these `entries`:
+        paths below it, each with a mode, or None for a tree as it is. Unpack it as hostile input.
+        """
+        return await self._transfer(transfer.pack, path, local_file, exclude, max_bytes, entries)
 
     async def note_tree(self, path: str, *, exclude: Sequence[str] = (), directories: bool = False) -> int:
-        """Have the sandbox's server remember each file (and directory) below another; answers how many."""
+        """Have the sandbox's server remember each file (and directory) below another; how many."""
         fields = {"path": path, "exclude": list(exclude), "directories": directories}
         return (await self._ask("note_tree", transfer.PIECE_TIMEOUT_S, **fields))["entries"]
 
@@ -450,10 +451,9 @@ class SandboxClient:
 
 def _bash_result(reply: dict[str, Any]) -> BashResult:
     """What this side knows of an answer: an adopted sandbox has the server that it began with."""
-    names = {field.name for field in dataclasses.fields(BashResult)}
-    return BashResult(**{name: value for name, value in reply.items() if name in names})
+    fields = dataclasses.fields(BashResult)
+    return BashResult(**{field.name: reply[field.name] for field in fields if field.name in reply})
 
 
 def _encoded(content: bytes | str) -> str:
-    data = content.encode() if isinstance(content, str) else content
-    return base64.b64encode(data).decode()
+    return base64.b64encode(content.encode() if isinstance(content, str) else content).decode()

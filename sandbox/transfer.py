@@ -13,6 +13,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -140,16 +141,22 @@ def download(
 
 
 def pack(
-    ask: Ask, path: str, local: str | os.PathLike[str], exclude: Sequence[str], max_bytes: int
+    ask: Ask,
+    path: str,
+    local: str | os.PathLike[str],
+    exclude: Sequence[str],
+    max_bytes: int,
+    entries: Sequence[tuple[str, int | None]] | None = None,
 ) -> Transfer:
-    """Save a directory of the sandbox as a .tar.gz file, which is not looked into here."""
+    """Save a directory of the sandbox as a .tar.gz file, which is not looked into here; entries as a .tar."""
     target = Path(local)
     target.parent.mkdir(parents=True, exist_ok=True)
     with _temporary(target) as temporary:
         with temporary.open("xb") as file:
             # gzip makes what cannot be compressed a little longer.
             room = max_bytes + max_bytes // 100 + archive.MAX_ENTRIES * 4 * archive.BLOCK_BYTES
-            moved = _fetch_packed(ask, path, file, exclude, max_bytes, room, compress=True)
+            fetch = partial(_fetch_packed, ask, path, file, exclude, max_bytes, room)
+            moved = fetch(compress=True) if entries is None else fetch(compress=False, entries=entries)
         temporary.replace(target)
     return Transfer(moved["bytes"], moved["files"], moved["skipped"])
 
@@ -177,9 +184,16 @@ def _download_file(ask: Ask, path: str, target: Path, info: FileInfo, max_bytes:
 
 
 def _fetch_packed(
-    ask: Ask, path: str, file: IO[bytes], exclude: Sequence[str], max_bytes: int, room: int, compress: bool
+    ask: Ask,
+    path: str,
+    file: IO[bytes],
+    exclude: Sequence[str],
+    max_bytes: int,
+    room: int,
+    compress: bool,
+    **more: Any,
 ) -> dict[str, Any]:
-    reply = ask("pack", path=path, max_bytes=max_bytes, exclude=list(exclude), compress=compress)
+    reply = ask("pack", path=path, max_bytes=max_bytes, exclude=list(exclude), compress=compress, **more)
     while "content" in reply:
         file.write(base64.b64decode(reply["content"]))
         if file.tell() > room:

@@ -65,7 +65,31 @@ def stream(root, exclude, tally):
     """Pieces of a tar archive of the directory `root`, with names relative to it. `exclude`: glob patterns of
     names or relative paths. Raises ArchiveError and OSError.
     """
-    pending = [""]
+    yield from _tree(root, "", exclude, tally)
+    yield b"\0" * (2 * BLOCK_BYTES)
+
+
+def stream_of(root, entries, exclude, tally):
+    """The same of some paths below `root`: each with the mode that it gets, or None for a directory or file
+    as it is, with all that is in it. What is not there is left away.
+    """
+    for name, mode in entries:
+        path = os.path.join(root, name)
+        try:
+            info = os.lstat(path)
+        except OSError:
+            continue
+        header = _header(name, info)
+        if mode is not None:
+            header.mode = mode
+        yield from _entry(path, header, info, tally)
+        if mode is None and stat.S_ISDIR(info.st_mode):
+            yield from _tree(root, name, exclude, tally)
+    yield b"\0" * (2 * BLOCK_BYTES)
+
+
+def _tree(root, below, exclude, tally):
+    pending = [below]
     while pending:
         directory = pending.pop()
         with os.scandir(os.path.join(root, directory)) as scan:
@@ -75,21 +99,22 @@ def stream(root, exclude, tally):
             if any(fnmatch.fnmatchcase(form, glob) for glob in exclude for form in (name, entry.name)):
                 continue
             info = entry.stat(follow_symlinks=False)
-            header = _header(name, info)
             if stat.S_ISDIR(info.st_mode):
-                tally.add(name, 0)
-                header.type = tarfile.DIRTYPE
                 pending.append(name)
-                yield _encoded(header)
-            elif stat.S_ISLNK(info.st_mode):
-                tally.add(name, 0)
-                header.type, header.linkname = tarfile.SYMTYPE, os.readlink(entry.path)
-                yield _encoded(header)
-            elif stat.S_ISREG(info.st_mode):
-                yield from _file(entry.path, header, tally)
-            else:
-                tally.skipped.append(printable(name))
-    yield b"\0" * (2 * BLOCK_BYTES)
+            yield from _entry(entry.path, _header(name, info), info, tally)
+
+
+def _entry(path, header, info, tally):
+    if stat.S_ISREG(info.st_mode):
+        yield from _file(path, header, tally)
+    elif stat.S_ISDIR(info.st_mode) or stat.S_ISLNK(info.st_mode):
+        tally.add(header.name, 0)
+        header.type = tarfile.DIRTYPE
+        if stat.S_ISLNK(info.st_mode):
+            header.type, header.linkname = tarfile.SYMTYPE, os.readlink(path)
+        yield _encoded(header)
+    else:
+        tally.skipped.append(printable(header.name))
 
 
 def _file(path, header, tally):

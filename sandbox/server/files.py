@@ -127,14 +127,20 @@ class Files:
         return tally.as_dict()
 
     def op_pack(self, request, connection):
-        """The directory as a tar archive; the last reply carries the sums and no content."""
+        """The directory, or those `entries` of it, as a tar archive; the last reply carries the sums and no
+        content. Entries that had to be opened to be read are closed again.
+        """
         path = self._path(request)
         if not os.path.isdir(path):
             raise RequestError("%s is not a directory" % path)
         tally = archive.Tally(int(request["max_bytes"]))
         exclude = [str(glob) for glob in request.get("exclude") or []]
         try:
-            stream = archive.stream(path, exclude, tally)
+            entries = request.get("entries")
+            if entries is None:
+                stream = archive.stream(path, exclude, tally)
+            else:
+                stream = archive.stream_of(path, entries, exclude, tally)
             for piece in archive.pieces(stream, bool(request.get("compress"))):
                 content = base64.b64encode(piece).decode()
                 wire.send(connection, {"ok": True, "result": {"content": content}})
@@ -142,6 +148,10 @@ class Files:
                     raise RequestError("the transfer was given up")
         except archive.ArchiveError as error:
             raise RequestError("cannot pack %s: %s" % (path, error))
+        for name, mode in reversed(entries or ()):
+            place = os.path.join(path, name)
+            if mode is not None and not os.path.islink(place) and os.path.exists(place):
+                os.chmod(place, mode)
         return tally.as_dict()
 
     def _path(self, request):

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import functools
 import gzip
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,16 +167,18 @@ OTHERS = {"honest": HONEST, "forking": FORKED, "filling": FILLED, "closed": CLOS
 """Agents for which there is no control."""
 
 
+@functools.cache
 def library() -> str:
-    """A shared library that writes a reward as each program ends, packed for a shell's variable."""
+    """A shared library that writes a reward as each program ends, packed for a shell's variable; "" where
+    there is no compiler, and the tests of it are skipped.
+    """
     if shutil.which("cc") is None:
-        pytest.skip("no C compiler here")
-    options = ["-shared", "-fPIC", "-nostdlib", "-Os", "-s", "-x", "c"]
-    done = subprocess.run(
-        ["cc", *options, "-", "-o", "/dev/stdout"], input=LIBRARY.encode(), capture_output=True
-    )
-    assert done.returncode == 0, done.stderr
-    return base64.b64encode(gzip.compress(done.stdout)).decode()
+        return ""
+    with tempfile.TemporaryDirectory() as directory:
+        built = Path(directory, "library.so")
+        options = ["-shared", "-fPIC", "-nostdlib", "-Os", "-s", "-x", "c", "-", "-o", str(built)]
+        subprocess.run(["cc", *options], input=LIBRARY.encode(), check=True)
+        return base64.b64encode(gzip.compress(built.read_bytes())).decode()
 
 
 def script_of(name: str) -> str:
@@ -197,7 +201,8 @@ async def naively(name: str, host: HostClient, task: Path) -> float | None:
         await box.bash("sleep 0.2")  # files are not read at once
         if name == "bash_removed":
             return None if done.exit_code == 127 else 0.0
-        return float(await box.read_file("/logs/verifier/reward.txt"))
+        stale = (await box.stat("/logs/verifier/reward.json")).kind  # which could not be removed
+        return float(await box.read_file(f"/logs/verifier/reward.{'json' if stale else 'txt'}"))
     except (SandboxRequestError, ValueError):
         return None
     finally:
@@ -282,6 +287,8 @@ def attempt_of(cheat: str, wall: str) -> Callable[..., None]:
 
     (agent,) = (agent for agent, cheats in TOGETHER.items() if cheat in cheats)
     places = pytest.mark.parametrize("control", [False, True], ids=["service", "control"])
+    if "$LIBRARY" in (HERE / f"{cheat}.sh").read_text():
+        attempt = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")(attempt)
     return pytest.mark.parametrize(("cheat", "agent"), [(cheat, agent)])(places(attempt))
 
 

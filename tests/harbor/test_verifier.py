@@ -316,7 +316,7 @@ def test_more_than_may_travel_is_scored_0(tmp_path, monkeypatch):
     task = request(write_task(tmp_path / "task", OFFLINE))
     done = roll(task, "touch done.txt; head -c 2M /dev/zero > big")
     assert (done.reward, done.drop) == (0.0, False), done.error
-    assert any("more than 1 MiB" in warning for warning in done.trajectory.warnings)
+    assert any("at app/big" in warning for warning in done.trajectory.warnings)
 
 
 # -- a verifier of its own ---------------------------------------------------------------------------------

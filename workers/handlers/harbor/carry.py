@@ -12,27 +12,24 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from sandbox.client import TRUSTED_PYTHON, ExecResult, SandboxClient
+from sandbox.client import TRUSTED_PYTHON, SandboxClient
 from sandbox.errors import SandboxRequestError
 from workers.errors import AgentFault, InfrastructureError
 from workers.handlers.harbor import rewards
 
-INSIDE = Path(__file__).parent / "inside"
-ROOM = "/tmp/.rollout-carry"
-ARCHIVE = f"{ROOM}/files.tar"
+PLACE = Path(__file__).parent / "inside" / "place.py"
+ARCHIVE = "/tmp/.rollout-carry/files.tar"
 NOT_NOTED = (
-    *("/proc", "/sys", "/dev", "/run", "/sbx", "/sbx-python", "/.singularity.d", ROOM),
+    *("/proc", "/sys", "/dev", "/run", "/sbx", "/sbx-python", "/.singularity.d"),
     *("/tests", "/solution", "/logs/verifier"),
 )
 """What no file of the agent's is in, and what only the service puts there."""
 PROMISED = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
 MOST_BYTES = 1 << 30
 """Of all files that travel; of their number the sandbox's server allows 100,000."""
-PACK_S = 300.0
+PLACE_S = 300.0
 MAX_ANSWER = 4_000_000
-DETAIL_CHARS = 500
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,6 @@ class Luggage:
 
     archive: Path
     removed: Sequence[str]
-    files: int
     bytes: int
 
 
@@ -57,48 +53,44 @@ async def changed(box: SandboxClient) -> AsyncIterator[Luggage]:
     Raises:
         AgentFault: There is more of it than may travel, or it cannot be read.
     """
+    await box.exec([TRUSTED_PYTHON, "-c", ""])  # nobody is left who could change it meanwhile
     try:
-        await box.exec([TRUSTED_PYTHON, "-c", ""])  # nobody is left who could change it meanwhile
         changes = await box.changed_tree("/")
     except SandboxRequestError as error:
         raise AgentFault(f"what the agent left cannot be told: {error}") from error
     removed = [f"/{path}" for path in changes.removed]
-    entries = [(f"/{entry.path}", entry.mode) for entry in changes.changed]
-    async with _packed(box, {"entries": entries}, removed) as luggage:
+    async with _packed(box, [(entry.path, entry.mode) for entry in changes.changed], removed) as luggage:
         yield luggage
 
 
 @asynccontextmanager
-async def sources(box: SandboxClient, places: Sequence[tuple[str, Sequence[str]]]) -> AsyncIterator[Luggage]:
-    """What is at some places, each with patterns of what is left out.
+async def trees(box: SandboxClient, places: Mapping[str, Sequence[str]]) -> AsyncIterator[Luggage]:
+    """What is at some places, each with glob patterns of what is left out.
 
     Raises:
         AgentFault: There is more of it than may travel, or it cannot be read.
     """
-    async with _packed(box, {"sources": places}) as luggage:
+    await box.exec([TRUSTED_PYTHON, "-c", ""])
+    roots = {place.strip("/"): globs for place, globs in places.items()}
+    exclude = [f"{root}/{way}{glob}" for root, globs in roots.items() for glob in globs for way in ("", "*/")]
+    async with _packed(box, [(root, None) for root in roots], exclude=exclude) as luggage:
         yield luggage
 
 
 @asynccontextmanager
 async def _packed(
-    box: SandboxClient, order: dict[str, Any], removed: Sequence[str] = ()
+    box: SandboxClient,
+    entries: Sequence[tuple[str, int | None]],
+    removed: Sequence[str] = (),
+    exclude: Sequence[str] = (),
 ) -> AsyncIterator[Luggage]:
     with tempfile.TemporaryDirectory(prefix="rollout-carry-") as kept:
         archive = Path(kept) / "files.tar"
-        what = "what the agent left cannot be taken"
-        asked = json.dumps({**order, "out": ARCHIVE, "most": MOST_BYTES})
-        argv = [TRUSTED_PYTHON, "-c", (INSIDE / "pack.py").read_text()]
         try:
-            done = await box.exec(argv, PACK_S, stdin=asked)
-            if done.not_started:
-                raise InfrastructureError(f"{what}: {done.not_started}")
-            answer = _answer(done)
-            if "error" in answer:
-                raise AgentFault(f"{what}: {answer['error']}")
-            await box.download(ARCHIVE, archive, max_bytes=2 * MOST_BYTES)
+            moved = await box.archive("/", archive, exclude=exclude, max_bytes=MOST_BYTES, entries=entries)
         except SandboxRequestError as error:
-            raise AgentFault(f"{what}: {error}") from error
-        yield Luggage(archive, removed, answer["files"], answer["bytes"])
+            raise AgentFault(f"what the agent left cannot be taken: {error}") from error
+        yield Luggage(archive, removed, moved.bytes)
 
 
 async def place(
@@ -114,19 +106,15 @@ async def place(
     """
     await box.upload(luggage.archive, ARCHIVE, max_bytes=2 * MOST_BYTES)
     order = {"archive": ARCHIVE, "removed": luggage.removed, "workdir": workdir, "env": dict(env)}
-    argv = [TRUSTED_PYTHON, "-c", (INSIDE / "place.py").read_text()]
     order |= {"directories": [*PROMISED, workdir], "stale": rewards.FILES, "trust": trust}
-    answer = _answer(await box.exec(argv, PACK_S, stdin=json.dumps(order), max_output_chars=MAX_ANSWER))
-    if "error" in answer:
-        raise InfrastructureError(f"the agent's files cannot be put in place: {answer['error']}")
+    argv = [TRUSTED_PYTHON, "-c", PLACE.read_text()]
+    done = await box.exec(argv, PLACE_S, stdin=json.dumps(order), max_output_chars=MAX_ANSWER)
+    if done.exit_code != 0:
+        if done.limit_exceeded:
+            raise AgentFault(f"what the agent left has no room in a sandbox: {done.limit_exceeded}")
+        why = f"not within {PLACE_S:g} s" if done.timed_out else done.not_started or done.stderr[-500:]
+        raise InfrastructureError(f"the agent's files cannot be put in place: {why}")
+    answer = json.loads(done.stdout)
     told = [f"{path.encode('utf-8', 'replace').decode()}: {why}" for path, why in answer["withheld"]]
     more = answer["count"] - len(told)
     return [*told, f"and {more} more"] if more else told
-
-
-def _answer(done: ExecResult) -> dict[str, Any]:
-    """What a script of ours said; `error` where it did not come to its end."""
-    if done.exit_code == 0:
-        return dict(json.loads(done.stdout))
-    why = done.limit_exceeded or done.not_started or done.stderr[-DETAIL_CHARS:]
-    return {"error": f"not within {PACK_S:g} s" if done.timed_out else why or f"signal {done.signal}"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollout.suites.harbor.directory import StepDirectory
@@ -28,6 +28,8 @@ from workers.handlers.harbor.trial import ARTIFACTS, SOLUTION, TESTS, Trial
 MAX_LOG_CHARS = 200_000
 MARGIN_S = 15.0
 """Of EVAL's time, for all but the programs of the task."""
+ROOMY = 8 << 20
+"""Bytes of the agent's files for which a fresh sandbox has room whatever the task's limit is."""
 FAIR = 5
 """A verifier that had less than its time had enough where it had so many times what the oracle's took."""
 
@@ -185,13 +187,16 @@ class _Verification:
                 self._ctx.log.warning("collect failed", command=hook.command, stderr=done.stderr[-500:])
         declared = (*trial.directory.config.artifacts, *self._step.config.artifacts)
         places = {trial.inside(item.source): item.exclude for item in declared}
-        async with carry.sources(box, [*{ARTIFACTS: (), **places}.items()]) as luggage:
+        async with carry.trees(box, {ARTIFACTS: (), **places}) as luggage:
             yield luggage
 
     async def _grade(self, luggage: carry.Luggage, most: float) -> _Outcome:
         """Run the verifier on the files in a fresh sandbox."""
         try:
             options, workdir, env = await self._place()
+            if options["limits"].disk_mb and luggage.bytes > ROOMY:  # the archive is there beside its files
+                more = options["limits"].disk_mb + (2 * luggage.bytes >> 20)
+                options["limits"] = replace(options["limits"], disk_mb=more)
             async with self._ctx.sandboxes.fresh(self._ctx, **options) as box:
                 withheld = await carry.place(box, luggage, workdir, env, self._trial.task.trust_system)
                 for tests in self._step.tests:

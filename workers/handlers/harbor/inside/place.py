@@ -18,7 +18,7 @@ import tarfile
 OWN = ("/tests", "/solution", "/logs/verifier")
 """What only the service puts there."""
 KEPT = ("/logs", "/logs/agent", "/logs/artifacts", "/tmp", "/var/tmp")
-"""Directories that stay directories."""
+"""Directories that stay as they are."""
 CODE = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/usr")
 NO_CODE = ("/usr/local/etc", "/usr/local/src", "/usr/src")
 CONFIGURES = (
@@ -162,7 +162,7 @@ class Rules:
             read: Gives the content of a file.
         """
         old = os.path.lexists(path)
-        if within(path, OWN) or (path in KEPT and kind != "directory"):
+        if within(path, OWN) or path in KEPT:
             return "only the verifier's"
         if self._trust:
             return None
@@ -287,7 +287,7 @@ class Placing:
         self._modes, self._links = [], []
 
     def run(self, archive, removed):
-        """Take away, then make directories, files and links, then set the modes of directories."""
+        """Take away, then make directories, files and links."""
         for path in sorted(removed, reverse=True):
             self._try(path, "removed", lambda: b"", self._remove)
         entries = archive.getmembers()
@@ -301,6 +301,9 @@ class Placing:
             if why is not None:
                 os.unlink(path)
                 self.withheld.append((path, why))
+
+    def close(self):
+        """Give directories the modes that they had, after which some may be closed to us."""
         for path, mode in reversed(self._modes):
             os.chmod(path, mode)
 
@@ -374,6 +377,7 @@ def main():
     with tarfile.open(order["archive"], "r:", encoding="utf-8", errors="surrogateescape") as archive:
         placing.run(archive, order["removed"])
     shutil.rmtree(posixpath.dirname(order["archive"]))
+    placing.close()
     told = placing.withheld[:MOST_TOLD]
     print(json.dumps({"placed": placing.placed, "withheld": told, "count": len(placing.withheld)}))
 
