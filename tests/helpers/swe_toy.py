@@ -63,7 +63,12 @@ class TestCalc(unittest.TestCase):
         self.assertEqual(half(4), 2)
 '''
 RUNNERS = {
-    # As Django's `runtests.py` and SymPy's `bin/test` print.
+    # As Django's `runtests.py` and SymPy's `bin/test` print, and as tox runs what it is told to.
+    "bin/tox": """#!/bin/sh
+while [ "$1" != -- ]; do shift; done
+shift
+exec python3 -X dev -m pytest -rA -p no:cacheprovider "$@"
+""",
     "run_unittest.py": """import sys, unittest
 names = [path[:-3].replace("/", ".") for path in sys.argv[1:]]
 unittest.main(module=None, argv=["run", "-v", *names])
@@ -152,6 +157,13 @@ def django_instance() -> dict[str, Any]:
     }
 
 
+def tox_instance() -> dict[str, Any]:
+    """The same, run as Sphinx's tests are."""
+    row = instance()
+    setup = [*row["spec"]["setup"], 'export PATH="$PWD/bin:$PATH"']
+    return row | {"spec": row["spec"] | {"setup": setup, "test_cmd": "tox --current-env -epy39 -v --"}}
+
+
 def sympy_instance() -> dict[str, Any]:
     """The same, run and read as SymPy's tests are."""
     row = instance(PLAIN_TESTS)
@@ -206,6 +218,7 @@ def _make_repository(rootfs: Path, more_files: int) -> None:
     for path, text in (_BASE_FILES | RUNNERS | more).items():
         (repository / path).parent.mkdir(parents=True, exist_ok=True)
         (repository / path).write_text(text)
+    (repository / "bin/tox").chmod(0o755)
     _git(repository, "init", "-q", "-b", "main")
     _git(repository, "add", "-A")
     _git(repository, "commit", "-q", "-m", "Base")

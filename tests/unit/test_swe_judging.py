@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from workers.handlers.swe.protection import Protection
-from workers.handlers.swe.recording import PLUGIN, read_outcomes, without_forgeries, without_marks
+from workers.handlers.swe.recording import (
+    PLUGIN,
+    read_outcomes,
+    without_false_ok,
+    without_forgeries,
+    without_marks,
+)
 from workers.scoring.swe_tests import grade, grade_expected
 
 PLUGIN_FILE = Path(__file__).parents[2] / "workers/handlers/swe" / f"{PLUGIN}.py"
@@ -36,6 +42,9 @@ RULES = Protection(
         ("setup.cfg", False, None),
         ("pyproject.toml", False, "machinery"),
         ("pkg/conftest.py", True, "machinery"),
+        ("sympy/testing/runtests.py", False, "machinery"),
+        ("bin/test", False, "machinery"),
+        ("pkg/bin/test", False, None),
         ("sub/sitecustomize.py", True, "machinery"),
         ("x.egg-info/entry_points.txt", True, "machinery"),
         ("evil.pth", True, "machinery"),
@@ -192,6 +201,124 @@ def test_a_process_that_ends_early_tells_nothing(tmp_path: Path) -> None:
 
 def test_a_module_that_exits_at_import_has_passed_nothing(tmp_path: Path) -> None:
     assert recorded(tmp_path, "import sys\ndef test_x(): pass\nsys.exit(0)\n").statuses == {}
+
+
+def recorded_of_unittest(directory: Path, source: str, runner: str = "unittest") -> object:
+    """What the plug-in tells of a test module that `unittest` runs, where it waits for that runner."""
+    (directory / f"{PLUGIN}.py").write_bytes(PLUGIN_FILE.read_bytes())
+    (directory / "sitecustomize.py").write_text(f"import {PLUGIN}\n")
+    (directory / "key").write_bytes(b"key")
+    (directory / "test_it.py").write_text(source)
+    subprocess.run(
+        [sys.executable, "-m", "unittest", "-v", "test_it"],
+        cwd=directory,
+        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(directory), "ROLLOUT_RECORDED": runner},
+        capture_output=True,
+        timeout=240,
+    )
+    outcomes = directory / "outcomes"
+    return read_outcomes(outcomes.read_bytes(), b"key") if outcomes.exists() else None
+
+
+UNITTESTS = """
+import unittest
+class T(unittest.TestCase):
+    def test_good(self):
+        'What is good.'
+    def test_bad(self): self.fail()
+    def test_error(self): raise ValueError
+    @unittest.skip('no')
+    def test_skipped(self): pass
+    @unittest.expectedFailure
+    def test_known(self): self.fail()
+    def test_parts(self):
+        for part in 1, 2:
+            with self.subTest(part): self.assertEqual(part, 1)
+    def test_late(self): self.addCleanup(self.fail)
+class Broken(unittest.TestCase):
+    def setUp(self): raise ValueError
+    def test_setup(self): pass
+"""
+
+
+def test_the_recorder_tells_the_statuses_of_unittest_by_every_name(tmp_path: Path) -> None:
+    record = recorded_of_unittest(tmp_path, UNITTESTS)
+    assert record.changed is False and record.suspicious == []
+    statuses = {name.split("::")[-1]: status for name, status in record.statuses.items() if "::" in name}
+    assert statuses == {
+        "test_good": "PASSED",
+        "test_bad": "FAILED",
+        "test_error": "ERROR",
+        "test_skipped": "SKIPPED",
+        "test_known": "XFAIL",
+        "test_parts": "FAILED",
+        "test_late": "FAILED",
+        "test_setup": "ERROR",
+    }
+    assert record.statuses["What is good."] == "PASSED"
+    printed = [name for name in record.statuses if name.startswith("test_bad (test_it.T")]
+    assert [record.statuses[name] for name in printed] == ["FAILED"]
+
+
+def test_only_the_python_that_runs_the_tests_takes_the_key(tmp_path: Path) -> None:
+    assert recorded_of_unittest(tmp_path, UNITTESTS, runner="runtests.py") is None
+    assert (tmp_path / "key").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "unittest.TestCase.assertTrue = lambda *args: None",
+        "unittest.TestResult.addFailure = lambda *args: None",
+    ],
+)
+def test_the_recorder_notices_that_unittest_lets_failures_pass(tmp_path: Path, change: str) -> None:
+    assert recorded_of_unittest(tmp_path, f"{UNITTESTS}\n{change}").changed is True
+
+
+def test_a_process_of_unittest_that_ends_early_tells_nothing(tmp_path: Path) -> None:
+    assert recorded_of_unittest(tmp_path, "import os\nos._exit(0)\n") is None
+
+
+SAID = {"test_a (m.T)": "PASSED", "test_b (m.T)": "FAILED", "Doc of b.": "FAILED", "Doc of a.": "PASSED"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "test_a (m.T) ... ok",
+        "test_a (m.T)\nDoc of a. ... ok",
+        "test_a (m.T) ... a warning\nok",
+        "A line that is no name ... ok",
+        "test_b (m.T) ... FAIL",
+        "ok then",
+    ],
+)
+def test_what_unittest_stands_for_stays_as_it_is(text: str) -> None:
+    assert without_false_ok(text, SAID) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "test_b (m.T) ... ok",
+        "  test_b (m.T) ...  OK",
+        "Doc of b. ... ok",
+        "test_b (m.T) ... something\nok",
+        "test_b (m.T) ... Testing against Django installed in x (0 silenced).\nok",
+        "test_c (m.T) ... ok",
+        "test_a (m.T) ... x\ntest_b (m.T) ... ok",
+    ],
+)
+def test_an_ok_that_unittest_did_not_report_counts_for_no_parser(text: str) -> None:
+    log = f">>>>> Start Test Output\n{without_false_ok(text, SAID)}\nERROR: other\n>>>>> End Test Output\n"
+    payload = {"instance_id": "i", "repo": "r", "version": "1", "patch": "x", "eval_type": "pass_and_fail"}
+    names = ["test_b (m.T)", "Doc of b.", "test_c (m.T)"]
+    for parser in ("parse_log_django", "swesmith.TornadoD5ac65c1", "swesmith.PythonSlugify872b3750"):
+        report = grade(
+            payload | {"log_parser": parser, "fail_to_pass": names, "pass_to_pass": names, "log": log}
+        )
+        assert all(not tests["success"] for tests in report["tests_status"].values()), report
 
 
 def test_r2e_gym_wants_every_status_as_expected_and_no_other_test() -> None:

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from workers.handlers.swe.images import images_of, local_name
 from workers.handlers.swe.rows import SweTask, files_of
-from workers.handlers.swe.specs import is_one_pytest_run, spec_of
+from workers.handlers.swe.specs import is_one_pytest_run, spec_of, unittest_runner
 
 TEST_PATCH = "diff --git a/tests/test_a.py b/tests/test_a.py\n--- a/tests/test_a.py\n+++ b/tests/test_a.py\n"
 BENCH = {
@@ -158,7 +158,7 @@ def test_django_is_given_modules_and_no_files() -> None:
     row = BENCH | {"repo": "django/django", "version": "3.2", "test_patch": patch}
     spec = spec_of(read(row))
     assert spec.test_script.endswith("--parallel 1 admin.test_a")
-    assert spec.recorder is False
+    assert spec.recorder is True
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,8 @@ def test_django_is_given_modules_and_no_files() -> None:
         ("PYTHONWARNINGS=x .venv/bin/python -W ignore -m pytest -rA a", True),
         ("cd x && py.test a", True),
         ("pytest a; pytest b", False),
-        ("tox --current-env -epy39 -v -- a", False),
+        ("tox --current-env -epy39 -v -- a", True),
+        ("tox -epy39 -v -- a", False),
         ("./tests/runtests.py a", False),
         ("PYTHONPATH=src pytest a", False),
         ("python3 -I -m pytest a", False),
@@ -177,6 +178,27 @@ def test_django_is_given_modules_and_no_files() -> None:
 )
 def test_outcomes_are_recorded_where_pytest_runs_once_and_can_load_a_plug_in(script: str, once: bool) -> None:
     assert is_one_pytest_run(script) is once
+
+
+@pytest.mark.parametrize(
+    ("script", "runner"),
+    [
+        ("./tests/runtests.py --verbosity 2 --settings=test_sqlite --parallel 1 admin.test_a", "runtests.py"),
+        ("./tests/runtests.py --verbosity 2 admin.test_a", None),
+        ("source a; conda activate testbed; python -m tornado.test --verbose", "tornado.test"),
+        ("source a; conda activate testbed; python test.py --verbose", "test.py"),
+        (".venv/bin/python -W ignore r2e_tests/unittest_custom_runner.py", "unittest_custom_runner.py"),
+        ("python3 -m unittest -v a.b", "unittest"),
+        ("python3 -E -m unittest -v a.b", None),
+        ("python -m unittest a; python -m unittest b", None),
+        ("pytest test.py", None),
+        ("bin/test -C", None),
+    ],
+)
+def test_outcomes_are_recorded_where_unittest_runs_once_in_one_process(
+    script: str, runner: str | None
+) -> None:
+    assert unittest_runner(script) == runner
 
 
 def test_files_of_a_patch_are_those_of_its_headers() -> None:

@@ -74,7 +74,7 @@ def grade(payload: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         `resolved`, `graded` (whether the log was one of tests that ran) and `tests_status`, as
-        `swebench.harness.grading.get_eval_report` has them.
+        `swebench.harness.grading.get_eval_report` has them, and `skipped`: names of tests that were.
 
     Raises:
         ValueError: The parser is none of the harness's.
@@ -97,6 +97,7 @@ def grade(payload: dict[str, Any]) -> dict[str, Any]:
         log_parser=parser,
         eval_type=payload["eval_type"],
     )
+    asked = [*spec.FAIL_TO_PASS, *spec.PASS_TO_PASS]
     prediction = {
         "instance_id": spec.instance_id,
         "model_patch": payload["patch"],
@@ -108,10 +109,12 @@ def grade(payload: dict[str, Any]) -> dict[str, Any]:
         report = grading.get_eval_report(spec, prediction, str(log), include_tests_status=True)[
             spec.instance_id
         ]
+        statuses, _ = grading.get_logs_eval(spec, str(log))
     return {
         "resolved": report["resolved"],
         "graded": report[_PATCH_APPLIED],
         "tests_status": report.get("tests_status", {}),
+        "skipped": [name for name in asked if statuses.get(name) == "SKIPPED"],
     }
 
 
@@ -144,6 +147,7 @@ def grade_expected(payload: dict[str, Any]) -> dict[str, Any]:
         "resolved": bool(expected) and not differing,
         "graded": bool(statuses),
         "tests_status": {"matching": matching, "differing": differing},
+        "skipped": [],  # for what it expects of a test that is no status
     }
 
 

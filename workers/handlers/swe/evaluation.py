@@ -20,7 +20,7 @@ from workers.handlers.swe.placing import NotPlaced, Specified, place, take_speci
 from workers.handlers.swe.recording import Recorder, believed, without_marks
 from workers.handlers.swe.repository import prepare
 from workers.handlers.swe.rows import Instance
-from workers.handlers.swe.specs import END_MARK, R2E_PARSER, START_MARK, Spec
+from workers.handlers.swe.specs import END_MARK, R2E_PARSER, START_MARK, Spec, unittest_runner
 from workers.handlers.swe.suspicion import suspicions
 from workers.scoring import score_or_blame
 
@@ -42,9 +42,9 @@ NO_INDEX = "export PIP_RETRIES=0"
 """There is no network: what an installation asks of an index fails at once, as it would after ten seconds."""
 MAX_NAMED = 5
 """So many tests are named in a sentence."""
-CHANGED = "a test that fails was reported as passed: code under test changed pytest"
-ENDED_EARLY = "the process of the tests ended before pytest did"
-NOT_STARTED = "pytest did not start; where it cannot load a plug-in, set spec.recorder to false"
+CHANGED = "a test that fails was reported as passed: code under test changed what reports"
+ENDED_EARLY = "the process of the tests ended before they did"
+NOT_STARTED = "the tests did not start; where pytest cannot load a plug-in, set spec.recorder to false"
 
 Status = Literal[
     "resolved",
@@ -71,6 +71,8 @@ class Judgement:
     """What went wrong, in words."""
     tests_status: dict[str, Any] = field(default_factory=dict)
     """The official report's: `FAIL_TO_PASS` and `PASS_TO_PASS`, each with `success` and `failure`."""
+    skipped: list[str] = field(default_factory=list)
+    """Specified tests that were skipped, which the official report takes for no failure of `PASS_TO_PASS`."""
     base_commit: str = ""
     log: str = ""
     """What was graded."""
@@ -139,21 +141,27 @@ async def _control(
         return
     began = time.monotonic()
     async with fresh_run() as run:
-        passed = await run.passing(patch, falsified)
+        told = await run.passing(patch, falsified)
+    passed, skipped = told or (set(), set(judgement.skipped))
     if passed:
         # Tests may be such that they cannot fail, whatever the code: those pass without the patch as well.
         async with fresh_run() as run:
-            passed -= await run.passing(None, falsified) or set()
+            passed -= (await run.passing(None, falsified) or (set(),))[0]
     judgement.seconds["control"] = time.monotonic() - began
-    judgement.control = {"must_fail": len(falsified.must_fail), "passed": sorted(passed or ())}
-    if passed is None:
+    judgement.control = {"must_fail": len(falsified.must_fail), "passed": sorted(passed)}
+    # A test that skips itself does so whatever its assertions are.
+    dodged = set(judgement.skipped) & set(falsified.must_fail) - skipped
+    if told is None:
         judgement.suspicious.append("the run whose tests must fail told nothing of any test")
     elif passed:
-        more = f" and {len(passed) - MAX_NAMED} more" if len(passed) > MAX_NAMED else ""
-        listed = ", ".join(sorted(passed)[:MAX_NAMED]) + more
-        judgement.fail(
-            "results_forged", f"{len(passed)} tests passed though they were made to fail: {listed}"
-        )
+        judgement.fail("results_forged", f"{_some(passed)} made to fail and passed")
+    elif dodged:
+        judgement.fail("results_forged", f"{_some(dodged)} skipped by code under test")
+
+
+def _some(tests: set[str]) -> str:
+    more = f" and {len(tests) - MAX_NAMED} more" if len(tests) > MAX_NAMED else ""
+    return f"{len(tests)} tests ({', '.join(sorted(tests)[:MAX_NAMED])}{more}) were"
 
 
 @dataclass(frozen=True)
@@ -212,11 +220,14 @@ class _Run:
             judgement.detail = "no result of any test was found in the output"
             return judgement
         judgement.resolved, judgement.tests_status = report["resolved"], report["tests_status"]
+        judgement.skipped = report["skipped"]
         judgement.status = "resolved" if judgement.resolved else "unresolved"
         return judgement
 
-    async def passing(self, patch: str | None, falsified: Falsified) -> set[str] | None:
-        """Run the tests that must fail; answers which are said to pass, None when nothing is said of any.
+    async def passing(self, patch: str | None, falsified: Falsified) -> tuple[set[str], set[str]] | None:
+        """Run the tests that must fail; answers which are said to pass and to be skipped.
+
+        None = nothing is said of any.
 
         Args:
             patch: None = the base commit alone.
@@ -234,7 +245,8 @@ class _Run:
         if report is None or not report["graded"]:
             return None
         status = report["tests_status"]
-        return set(status["matching"] if "matching" in status else status["FAIL_TO_PASS"]["success"])
+        passed = status["matching"] if "matching" in status else status["FAIL_TO_PASS"]["success"]
+        return set(passed), set(report["skipped"])
 
     async def _prepare(self) -> str:
         base = await prepare(self._box, self._instance, self._spec)
@@ -273,7 +285,7 @@ class _Run:
             await self._box.write_file(f"{spec.repo_dir}/{path}", source)
         recorder = Recorder(f"{self._work}/recorder") if spec.recorder else None
         if recorder is not None:
-            lines += await recorder.install(self._box)
+            lines += await recorder.install(self._box, unittest_runner(spec.test_script))
         result = await self._run("tests", [*lines, *spec.before_tests], spec.test_script, spec.test_timeout_s)
         if result.not_started and not spec.install:
             raise TaskError(f"{self._instance.instance_id}: the tests cannot be run: {result.not_started}")

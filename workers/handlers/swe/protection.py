@@ -4,9 +4,9 @@ The patch is what is scored, so it must fix the code and leave alone what judges
 
 * the specified tests: files of the test patch, files the tests' names begin with, and the `test` or `tests`
   directories around them, whose helpers run with the tests;
-* what configures the test run or the start of Python: `conftest.py`, `pytest.ini`, `setup.cfg`,
-  `sitecustomize.py`, metadata of packages with their plug-ins, new modules that stand before the standard
-  library's or pytest's;
+* what runs the tests or configures their run or the start of Python: `runtests.py`, `conftest.py`,
+  `pytest.ini`, `setup.cfg`, `sitecustomize.py`, metadata of packages with their plug-ins, new modules that
+  stand before the standard library's or pytest's;
 * what programs leave behind, such as `__pycache__`.
 
 The official harness applies all of it but overwritten tests. A file that the reference fix touches is kept in
@@ -21,9 +21,11 @@ from collections.abc import Collection, Sequence
 TEST_DIRECTORIES = {"test", "tests", "r2e_tests"}
 MACHINERY = {
     *(".coveragerc", ".pytest.ini", ".pytest.toml", "conftest.py", "noxfile.py", "pyproject.toml"),
-    *("pytest.ini", "pytest.toml", "setup.cfg", "setup.py", "sitecustomize.py", "tox.ini"),
+    *("pytest.ini", "pytest.toml", "runtests.py", "setup.cfg", "setup.py", "sitecustomize.py", "tox.ini"),
     "usercustomize.py",
 }
+RUNNER_SCRIPTS = {"bin/test"}
+"""Of SymPy; what it calls is called `runtests.py`, as Django's runner is."""
 METADATA = (".dist-info", ".egg-info", ".egg-link", ".pth")
 LEFT_BEHIND = {
     *(".DS_Store", ".coverage", ".hypothesis", ".ipynb_checkpoints", ".mypy_cache", ".pytest_cache"),
@@ -63,7 +65,7 @@ class Protection:
         if any(path == directory or path.startswith(f"{directory}/") for directory in self._directories):
             return "test"
         parts = path.split("/")
-        if parts[-1] in MACHINERY or any(part.endswith(METADATA) for part in parts):
+        if parts[-1] in MACHINERY or path in RUNNER_SCRIPTS or any(part.endswith(METADATA) for part in parts):
             return "machinery"
         if added and _module(path) in SHADOWED - self._modules:
             return "machinery"

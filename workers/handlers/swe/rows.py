@@ -59,7 +59,8 @@ class SpecFields(BaseModel):
     test_timeout_s: float | None = Field(default=None, gt=0)
     """Seconds of the tests; None = what the rollout's `eval_timeout_s` leaves."""
     recorder: bool | None = None
-    """Whether pytest tells its outcomes by a channel of its own; None = if the command is one pytest run."""
+    """Whether the tests tell their outcomes by a channel of their own; None = if the command is one run of
+    pytest or `unittest`."""
 
 
 class SweTask(BaseModel):

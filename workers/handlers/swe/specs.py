@@ -38,7 +38,14 @@ NOT_TESTS = (".json", ".png", "csv", ".txt", ".md", ".jpg", ".jpeg", ".pkl", ".y
 """Files of a test patch that are data and no test modules; the official harness's list."""
 
 _PYTEST_CALL = re.compile(r"(?:^|[\s;&|(/])(?:pytest|py\.test)(?=$|[\s;&|)])")
-_OTHER_RUNNER = re.compile(r"\b(?:tox|nox|runtests\.py)\b")
+_TOX_CALL = re.compile(r"(?:^|[\s;&|(])tox --current-env(?=\s)")
+"""It runs pytest in the environment that is there, with its variables."""
+_UNITTEST_CALL = re.compile(
+    r"(?:^|[\s;&|(/])(runtests\.py|unittest|(?<=-m )[\w.]+\.test|test\.py|\w*unittest\w*\.py)(?=$|[\s;&|)])"
+)
+_OTHER_RUNNER = re.compile(r"\b(?:tox(?! --current-env)|nox)\b")
+_IN_PROCESSES = re.compile(r"runtests\.py(?!.*--parallel 1\b)")
+"""Django's runner tells one process nothing of the tests of others."""
 _NO_PLUGIN = re.compile(r"PYTHONPATH=|\benv -i\b|\bpython[\d.]* -\w*[EI]")
 """What keeps pytest from a plug-in on PYTHONPATH."""
 
@@ -60,7 +67,7 @@ class Spec:
     log_parser: str
     eval_type: str
     recorder: bool
-    """Whether pytest tells its outcomes apart from its output."""
+    """Whether the tests tell their outcomes apart from their output."""
     test_files: list[str]
     """Paths the specified tests come from, as far as names tell."""
     one_script: bool = False
@@ -101,7 +108,8 @@ def spec_of(instance: Instance) -> Spec:
     recorder = own.recorder
     if recorder is None:
         # pytest's own tests start pytest within pytest, and their recorded names come from its output.
-        recorder = is_one_pytest_run(tests) and instance.repo.lower() != "pytest-dev/pytest"
+        known = is_one_pytest_run(tests) or unittest_runner(tests) is not None
+        recorder = known and instance.repo.lower() != "pytest-dev/pytest"
     eval_type = eval_type or "pass_and_fail"
     if instance.expected is None and eval_type == "pass_and_fail":
         _check_names(instance, parser)
@@ -137,7 +145,15 @@ def _check_names(instance: Instance, parser: str) -> None:
 def is_one_pytest_run(script: str) -> bool:
     """Whether the shell text starts pytest exactly once, in a way that lets it load a plug-in of ours."""
     hindered = _OTHER_RUNNER.search(script) or _NO_PLUGIN.search(script)
-    return len(_PYTEST_CALL.findall(script)) == 1 and not hindered
+    return len(_PYTEST_CALL.findall(script) + _TOX_CALL.findall(script)) == 1 and not hindered
+
+
+def unittest_runner(script: str) -> str | None:
+    """How the shell text names the one runner of `unittest` that it starts; None if it starts others."""
+    hindered = _PYTEST_CALL.search(script) or _OTHER_RUNNER.search(script) or _NO_PLUGIN.search(script)
+    runners = _UNITTEST_CALL.findall(script)
+    alone = len(runners) == 1 and not hindered and not _IN_PROCESSES.search(script)
+    return runners[0] if alone else None
 
 
 def test_files(instance: Instance) -> list[str]:

@@ -14,7 +14,7 @@ from typing import TypeAlias
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 
 _EXPECTED = re.compile(r"xfail|expected_?failure", re.IGNORECASE)
-_OF_UNITTEST = re.compile(r"(\w+) \(([\w.]+)\)")
+NAME_OF_UNITTEST = re.compile(r"(\w+) \(([\w.]+)\)")
 """A name as unittest and Django print it: `test_x (package.module.Class)`."""
 
 
@@ -92,7 +92,7 @@ def place_of(name: str) -> Place | None:
     if "::" in name:
         file, *inner = name.split("[", 1)[0].split("::")
         return Place(inner[-1].split(" ")[0], tuple(inner[:-1]), file)
-    if words := _OF_UNITTEST.fullmatch(name):
+    if words := NAME_OF_UNITTEST.fullmatch(name):
         function, parts = words[1], words[2].split(".")
         if parts[-1] == function:  # since Python 3.11
             parts = parts[:-1]
