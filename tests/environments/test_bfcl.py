@@ -1,4 +1,4 @@
-"""BFCL's multi-turn tasks themselves: the package's APIs, its users' turns, its checker and its ground truth."""
+"""BFCL's multi-turn tasks themselves: its APIs, its users' turns, its checker and its ground truth."""
 
 from __future__ import annotations
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import click
 
 from sandbox import paths
+from workers.errors import StageError
+from workers.handlers.environments.process import INSIDE, LEAST_RESET_S, Foreign, Runner
 
 STAMP = ".rollout-packages.json"
 """What an environment was made of, written when it is complete."""
@@ -111,3 +115,40 @@ def list_(as_json: bool) -> None:
         state = "installed" if row["installed"] else "-"
         click.echo(f"{row['name']:<12} {row['package']:<22} {state}")
     click.echo(f"in {place('')}")
+
+
+def rows_of(kind: str, env: str, args: dict[str, Any]) -> list[dict[str, Any]]:
+    """Tasks of a set, as its package lists them.
+
+    Raises:
+        StageError: The package is not installed, or has no such set.
+    """
+
+    async def listed() -> list[dict[str, Any]]:
+        runner = Runner(Foreign(kind, INSIDE / f"{kind.replace('-', '_')}.py"))
+        try:
+            await runner.ready()
+            return await runner.call("rows", LEAST_RESET_S, env=env, args=args)
+        finally:
+            runner.end()
+
+    return asyncio.run(listed())
+
+
+@environments.command("rows")
+@click.argument("kind", type=click.Choice(["verifiers", "verifiers-old", "tau2", "bfcl"]))
+@click.argument("env", metavar="ENV")
+@click.option("--args", default="{}", metavar="JSON", help="What the set is made with, as a JSON object.")
+def rows(kind: str, env: str, args: str) -> None:
+    """List the tasks of the set ENV of an installed package, a JSON line each, for `rollout submit`."""
+    try:
+        given = json.loads(args)
+        if not isinstance(given, dict):
+            raise ValueError("no object")
+        found = rows_of(kind, env, given)
+    except ValueError as error:
+        raise click.BadParameter(f"not the JSON of an object: {error}", param_hint="--args") from error
+    except StageError as error:
+        raise click.ClickException(str(error)) from error
+    for row in found:
+        click.echo(json.dumps(row))

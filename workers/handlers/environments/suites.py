@@ -16,7 +16,7 @@ from sandbox.client import ExecResult, SandboxClient
 from sandbox.errors import SandboxRequestError
 from workers.agent.parsing import Malformed, ParsedTurn
 from workers.agent.tools import ExecuteBash, StrReplaceEditor, Tool, ToolContext
-from workers.handlers.base import InitContext, RunContext
+from workers.handlers.base import EvalContext, InitContext, Reward, RunContext
 from workers.handlers.environments.base import (
     PART,
     REWARD,
@@ -152,6 +152,11 @@ class Verifiers(EnvironmentHandler[VerifiersTask]):
         if ctx.task.sandbox:
             image = local_name(ctx.task.image) if ctx.task.image else self.image
             await ctx.sandboxes.boot(ctx, image=image, limits=self.limits)
+
+    async def evaluate(self, ctx: EvalContext[VerifiersTask]) -> Reward:
+        if REWARD not in ctx.metrics and ctx.finish_reason is FinishReason.SANDBOX_LIMIT:
+            return Reward(0.0)  # the agent's doing, by which it must not drop its sample
+        return await super().evaluate(ctx)
 
     async def make(self, ctx: RunContext[VerifiersTask]) -> ProcessEnvironment:
         if ctx.task.old:

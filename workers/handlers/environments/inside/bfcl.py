@@ -61,8 +61,9 @@ class Episode:
         return {"messages": self._entry["question"][place]}
 
     def _executed(self, calls):
-        """What the calls give, in their order. The package evaluates them as Python: one that names no function
-        is answered, and never written as a call.
+        """What the calls give, in their order.
+
+        The package evaluates them as Python. So one that names no function is answered, and never written.
         """
         made, answers = [], []
         for call in calls:

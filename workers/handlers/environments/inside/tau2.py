@@ -180,7 +180,7 @@ class Episode:
         return None
 
     def _news(self, opening=False):
-        """What the agent has not read yet, but for what it said itself where that is no part of the opening."""
+        """What the agent has not read yet; its own words only in the history that a task begins with."""
         new = [one for one in self._play.trajectory[self._read :] if is_valid_agent_history_message(one)]
         self._read, news = len(self._play.trajectory), []
         for one in new:
