@@ -164,7 +164,7 @@ def test_wrong_calls_are_answered_and_a_stop_of_the_task_ends_the_turns(words):
     rollout = played(
         words, call("nothing"), call("look", where=1), call("look", place="x"), call("look", place="x")
     )
-    first, second = [message.text for message in rollout.trajectory.messages if message.role == "tool"]
+    first, second, _ = [message.text for message in rollout.trajectory.messages if message.role == "tool"]
     assert first.startswith("Error: no tool 'nothing'") and "place" in second
     assert (rollout.reward, rollout.finish_reason, rollout.metrics["env_steps"]) == (0.0, "stop", 3)
 

@@ -24,6 +24,7 @@ from workers.handlers.environments.base import (
     EnvironmentHandler,
     EnvironmentTask,
     Opening,
+    Step,
     TaskT,
     checked_reward,
 )
@@ -32,7 +33,6 @@ from workers.handlers.oracle import NoOracle
 
 NO_EXIT_CODE = 124
 """Of a program that did not end by itself, as `timeout` has it."""
-MAX_SOLUTION_TURNS = 500
 
 
 class SuiteTask(EnvironmentTask):
@@ -49,23 +49,35 @@ class SuiteTask(EnvironmentTask):
 class Suite(ProcessEnvironment):
     """An episode of a package that brings its tasks, and of some knows how they are solved."""
 
+    async def step(self, turn: ParsedTurn) -> Step:
+        """What the package answers; a malformed call is answered here, and never comes to it."""
+        good = [attempt for attempt in turn.attempts if isinstance(attempt, ToolCall)]
+        step = Step()
+        if good or not turn.attempts:
+            step = await super().step(ParsedTurn(turn.message, [*good]))
+        answers = iter([message for message in step.messages if message.role == "tool"])
+        told = []
+        for attempt in turn.attempts:
+            if isinstance(attempt, Malformed):
+                told.append(Message(role="tool", content=f"Error: malformed tool call ({attempt.reason})"))
+            elif answer := next(answers, None):
+                told.append(answer.model_copy(update={"tool_call_id": attempt.id, "name": attempt.name}))
+        step.messages = [*told, *(message for message in step.messages if message.role != "tool")]
+        return step
+
     async def solution(self) -> list[ParsedTurn] | None:
         """The turns that solve the task; None = the package has none for it."""
         said = await self._call("solution")
-        if said is None:
-            return None
         try:
-            calls = [[ToolCall.model_validate(call) for call in turn["calls"]] for turn in said]
-            texts = [turn["text"] for turn in said[:MAX_SOLUTION_TURNS]]
+            return None if said is None else [_spoken(**turn) for turn in said]
         except (ValueError, TypeError, LookupError) as error:
-            raise EnvironmentFault(f"a solution that cannot be read: {error}") from error
-        return [spoken(text, made) for text, made in zip(texts, calls, strict=False)]
+            raise EnvironmentFault(f"{self._kind.name}: no solution: {error}") from error
 
 
-def spoken(text: str, calls: list[ToolCall]) -> ParsedTurn:
+def _spoken(text: str, calls: list[dict[str, Any]]) -> ParsedTurn:
     """A turn that no model said."""
-    message = {"role": "assistant", "content": text, "tool_calls": [call.model_dump() for call in calls]}
-    return ParsedTurn(message=Message.model_validate(message), attempts=list(calls))
+    message = Message.model_validate({"role": "assistant", "content": text, "tool_calls": calls})
+    return ParsedTurn(message, [*message.tool_calls])
 
 
 class SolvedHandler(EnvironmentHandler[TaskT]):
@@ -158,13 +170,13 @@ class Verifiers(EnvironmentHandler[VerifiersTask]):
             return Reward(0.0)  # the agent's doing, by which it must not drop its sample
         return await super().evaluate(ctx)
 
-    async def make(self, ctx: RunContext[VerifiersTask]) -> ProcessEnvironment:
+    async def make(self, ctx: RunContext[VerifiersTask]) -> Suite:
         if ctx.task.old:
-            return ProcessEnvironment(self.before, ctx)
+            return Suite(self.before, ctx)
         return Taskset(self.foreign, ctx)
 
 
-class Taskset(ProcessEnvironment):
+class Taskset(Suite):
     """A task of a taskset. Its hooks reach the rollout's sandbox, by `exec` alone, and the agent by tools."""
 
     tools: tuple[Tool, ...] = (ExecuteBash(), StrReplaceEditor())

@@ -6,44 +6,31 @@ neither litellm nor pandas, which the package imports for nothing else that happ
 
 import os
 import sys
-import types
+from types import ModuleType, SimpleNamespace
 
 
-class Relay:
-    """The place of litellm: what a completion says is asked of the worker."""
+class Completion(SimpleNamespace):
+    """What tau2 reads of an answer of litellm."""
 
-    ask = None
+    get = SimpleNamespace.__getattribute__
+    asked = None
 
     @classmethod
-    def completion(cls, model, messages, tools=None, **options):
-        message = types.SimpleNamespace(
-            role="assistant", content=cls.ask({"messages": messages}), tool_calls=None
+    def make(cls, model, messages, **options):
+        message = SimpleNamespace(
+            role="assistant", content=cls.asked({"messages": messages}), tool_calls=None
         )
-        choice = types.SimpleNamespace(finish_reason="stop", message=message, to_dict=dict)
-        return Completion(choices=[choice])
+        choice = SimpleNamespace(finish_reason="stop", message=message, to_dict=dict)
+        return cls(choices=[choice], model="", usage=None)
 
 
-class Completion(types.SimpleNamespace):
-    """What tau2 reads of an answer."""
-
-    model = ""
-
-    def get(self, name):
-        return getattr(self, name, None)
-
-
-def _stand_in():
-    names = ("litellm", "litellm.main", "litellm.caching", "litellm.caching.caching", "pandas")
-    modules = {name: types.ModuleType(name) for name in names}
-    modules["litellm"].completion = Relay.completion
-    modules["litellm"].completion_cost = lambda completion_response: 0.0
-    modules["litellm"].disable_cache = lambda: None
-    modules["litellm.main"].ModelResponse = modules["litellm.main"].Usage = Completion
-    modules["litellm.caching.caching"].Cache = modules["pandas"].DataFrame = object
-    sys.modules.update(modules)
-
-
-_stand_in()
+for name in ("litellm", "litellm.main", "litellm.caching", "litellm.caching.caching", "pandas"):
+    sys.modules[name] = ModuleType(name)
+vars(sys.modules["litellm"]).update(
+    completion=Completion.make, completion_cost=lambda **_: 0.0, disable_cache=int
+)
+vars(sys.modules["litellm.main"]).update(ModelResponse=Completion, Usage=Completion)
+sys.modules["litellm.caching.caching"].Cache = sys.modules["pandas"].DataFrame = object
 os.environ["LOGURU_LEVEL"] = "ERROR"  # else each call is a line of the log
 
 from tau2.agent.base import is_valid_agent_history_message  # noqa: E402
@@ -57,9 +44,6 @@ from tau2.orchestrator.orchestrator import Orchestrator, Role  # noqa: E402
 from tau2.registry import registry  # noqa: E402
 from tau2.user.base import STOP  # noqa: E402
 from tau2.user.user_simulator import DummyUser, UserSimulator  # noqa: E402
-
-LATER = "Solve the ticket."
-"""The user's part in the prompt of a task without a user, which chat formats want."""
 
 
 class Ours:
@@ -83,7 +67,7 @@ class SoloAgent(Ours, LLMSoloAgent):
 
 
 class Obliging(UserSimulator):
-    """The user of the oracle, which needs no endpoint: asks, and is content with the first answer."""
+    """A user that needs no endpoint: asks for help, and is content with the first answer."""
 
     asked = False
 
@@ -92,28 +76,20 @@ class Obliging(UserSimulator):
         return UserMessage(role="user", content=content, cost=0.0), state
 
 
-def told(calls, messages):
-    """The messages, and before them what the malformed calls are answered, in the order of the calls."""
-    answers = iter([message for message in messages if message["role"] == "tool"])
-    wrong = [
-        {"role": "tool", "content": f"Error: malformed tool call ({call.get('malformed')})"} for call in calls
-    ]
-    tools = [
-        no if "malformed" in call else next(answers, None) for call, no in zip(calls, wrong, strict=True)
-    ]
-    return [one for one in tools if one] + [message for message in messages if message["role"] != "tool"]
-
-
 class Episode:
     def __init__(self, ask):
-        Relay.ask = staticmethod(ask)
+        Completion.asked = staticmethod(ask)
 
-    def reset(self, task, seed):
+    def rows(self, env, args):
+        return [
+            {"env": env, "index": place, **args} for place, _ in enumerate(registry.get_tasks_loader(env)())
+        ]
+
+    def reset(self, task, seed, known=False):
         """The policy as system prompt, and what was said until it is the agent's turn."""
-        self._row, self._known = task, False
-        self._domain, self._solo = task["env"], task["solo"]
-        tasks = registry.get_tasks_loader(self._domain)()
-        self._task = tasks[task["index"]]
+        self._row, self._known = task, known
+        self._domain, self._solo, self._begun = task["env"], task["solo"], not task["solo"]
+        self._task = registry.get_tasks_loader(self._domain)()[task["index"]]
         if self._solo and not LLMSoloAgent.check_valid_task(self._task):
             raise ValueError(f"task {self._task.id} of tau2's {self._domain} cannot be solved without a user")
         world = registry.get_env_constructor(self._domain)(solo_mode=self._solo)
@@ -124,41 +100,32 @@ class Episode:
         agent = SoloAgent(**kinds, task=self._task) if self._solo else Agent(**kinds)
         user = DummyUser if self._solo else Obliging if task["user"] == "obliging" else UserSimulator
         user = user(instructions=str(self._task.user_scenario), llm="user", llm_args={})
-        play = {"seed": seed, "solo_mode": self._solo}
-        self._play = Orchestrator(self._domain, agent, user, world, self._task, **play)
-        self._read, self._begun = 0, not self._solo
-        messages = [{"role": "system", "content": agent.system_prompt}]
+        more = {"seed": seed, "solo_mode": self._solo}
+        self._play = Orchestrator(self._domain, agent, user, world, self._task, **more)
+        self._read, messages = 0, [{"role": "system", "content": agent.system_prompt}]
         if self._solo:  # its first message is wanted where it begins
-            messages.append({"role": "user", "content": LATER})
+            messages.append({"role": "user", "content": "Solve the ticket."})
         else:
             self._play.initialize()
-            if failed := self._go_on():
-                return failed
+            if lost := self._go_on():
+                return lost
             messages += self._news(opening=True)
         return {"messages": messages, "tools": [tool.openai_schema for tool in agent.tools]}
 
     def step(self, text, calls):
         """Take the agent's message on, until it is the agent's turn again or the conversation is over."""
-        play = self._play
+        play, made = self._play, [ToolCall(**call) for call in calls] or None
         if play.done:  # the user had no word for the agent
             return {"done": True}
-        wrong = [call for call in calls if "malformed" in call]
-        made = [ToolCall(**call) for call in calls if "malformed" not in call] or None
-        if wrong and not made:
-            return {"messages": told(calls, [])}
         if self._solo and made and any(call.name == LLMSoloAgent.STOP_FUNCTION_NAME for call in made):
             text, made = LLMSoloAgent.STOP_TOKEN, None
         if not made and not text.strip():
             play.done, play.termination_reason = True, TerminationReason.AGENT_ERROR
             return {"done": True}
         play.agent.said = AssistantMessage(role="assistant", content=text or None, tool_calls=made, cost=0.0)
-        if self._begun:
-            play.step()
-        else:
-            play.initialize()
+        play.step() if self._begun else play.initialize()
         self._begun = True
-        failed = self._go_on()
-        return failed or {"messages": told(calls, self._news()), "done": play.done}
+        return self._go_on() or {"messages": self._news(), "done": play.done}
 
     def _go_on(self):
         """All that is not the agent's, within tau2's own limits; what to answer where the user failed."""
@@ -186,33 +153,20 @@ class Episode:
         for one in new:
             if isinstance(one, ToolMessage):
                 news.append({"role": "tool", "tool_call_id": one.id, "content": one.content or ""})
-            elif isinstance(one, UserMessage) or opening:
+            elif opening or isinstance(one, UserMessage):
                 calls = [
                     call.model_dump(include={"id", "name", "arguments"}) for call in one.tool_calls or []
                 ]
                 news.append({"role": one.role, "content": one.content or "", "tool_calls": calls})
         return news
 
-    def rows(self, env, args):
-        """The tasks of a domain."""
-        return [
-            {"env": env, "index": place, **args} for place, _ in enumerate(registry.get_tasks_loader(env)())
-        ]
-
     def score(self, messages):
         """What tau2's evaluator says of the conversation; one that a limit ended is worth what it says, 0."""
-        play = self._play
-        criteria = self._task.evaluation_criteria
+        play, criteria = self._play, self._task.evaluation_criteria
         judged = criteria is not None and RewardType.NL_ASSERTION in criteria.reward_basis
-        run = SimulationRun(
-            id="rollout",
-            task_id=self._task.id,
-            start_time="",
-            end_time="",
-            duration=0.0,
-            termination_reason=play.termination_reason or TerminationReason.MAX_STEPS,
-            messages=play.get_trajectory(),
-        )
+        reason = play.termination_reason or TerminationReason.MAX_STEPS
+        run = {"start_time": "", "end_time": "", "duration": 0.0, "messages": play.get_trajectory()}
+        run = SimulationRun(id="rollout", task_id=self._task.id, termination_reason=reason, **run)
         kind = EvaluationType.ALL_WITH_NL_ASSERTIONS if judged else EvaluationType.ALL
         try:
             verdict = evaluate_simulation(run, self._task, kind, self._solo, self._domain)
@@ -227,9 +181,8 @@ class Episode:
 
     def _blames_the_agent(self):
         """Whether the evaluator, which failed on what the agent left, gives the task's own actions all."""
-        known = Episode(Relay.ask)
-        known.reset(dict(self._row, user="obliging"), 0)
-        known._known = True
+        known = Episode(Completion.asked)
+        known.reset(dict(self._row, user="obliging"), 0, known=True)
         for turn in known.solution() or []:
             known.step(**turn)
         return known.score([])["reward"] == 1.0
@@ -237,13 +190,12 @@ class Episode:
     def solution(self):
         """The turns that the task's own actions are, with all that has to be said; None: there are none."""
         criteria = self._task.evaluation_criteria
-        if criteria is None or criteria.actions is None:
+        actions = criteria.actions if criteria else None
+        if actions is None or any(action.requestor != "assistant" for action in actions):
             return None
-        if any(action.requestor != "assistant" for action in criteria.actions):
-            return None
-        calls = [{"name": action.name, "arguments": action.arguments} for action in criteria.actions]
-        turns = [{"text": "", "calls": [{"id": f"call-{place}", **call}]} for place, call in enumerate(calls)]
+        calls = [{"name": action.name, "arguments": action.arguments} for action in actions]
         if self._solo:
-            return [*turns, {"text": "", "calls": [{"id": "end", "name": "done", "arguments": {}}]}]
-        said = " ".join(criteria.communicate_info or [])
-        return [*turns, {"text": f"It is done. {said}", "calls": []}]
+            calls.append({"name": LLMSoloAgent.STOP_FUNCTION_NAME, "arguments": {}})
+        turns = [{"text": "", "calls": [{"id": f"call-{place}", **call}]} for place, call in enumerate(calls)]
+        said = "It is done. " + " ".join(criteria.communicate_info or [])
+        return turns if self._solo else [*turns, {"text": said, "calls": []}]

@@ -2,25 +2,12 @@
 
 import asyncio
 import base64
+import inspect
 import itertools
 import json
 import math
 
-from verifiers.v1 import (
-    AgentConfig,
-    AssistantMessage,
-    ProgramResult,
-    Request,
-    Response,
-    Runtime,
-    SandboxError,
-    SubprocessConfig,
-    SystemMessage,
-    ToolCall,
-    ToolMessage,
-    Trace,
-    UserMessage,
-)
+import verifiers.v1 as vf
 from verifiers.v1.envs.single_agent import SingleAgentEnv
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.state import State, state_cls
@@ -40,10 +27,10 @@ def _taskset(env, args):
     return taskset_class(env)(taskset_config_type(env).model_validate({"id": env, **args}))
 
 
-class Box(Runtime):
+class Box(vf.Runtime):
     """The rollout's sandbox, which the worker holds."""
 
-    config = SubprocessConfig()
+    config = vf.SubprocessConfig()
 
     def __init__(self, ask):
         super().__init__()
@@ -53,18 +40,19 @@ class Box(Runtime):
         pass
 
     async def run(self, argv, env):
-        return ProgramResult(**self._ask({"exec": list(argv), "env": self.process_env(env)}))
+        return vf.ProgramResult(**self._asked({"exec": list(argv), "env": self.process_env(env)}))
 
     async def _read(self, path, max_bytes=None):
-        said = self._ask({"read": str(path), "max_bytes": max_bytes})
-        if "refused" in said:
-            raise SandboxError(f"read {path!r}: {said['refused']}")
-        return base64.b64decode(said["content"])
+        return base64.b64decode(self._asked({"read": str(path), "max_bytes": max_bytes})["content"])
 
     async def write(self, path, data):
-        said = self._ask({"write": str(path), "content": base64.b64encode(data).decode()})
+        self._asked({"write": str(path), "content": base64.b64encode(data).decode()})
+
+    def _asked(self, payload):
+        said = self._ask(payload)
         if "refused" in said:
-            raise SandboxError(f"write {path!r}: {said['refused']}")
+            raise vf.SandboxError(said["refused"])
+        return said
 
     async def expose(self, port):
         raise NotImplementedError("no port of a rollout's sandbox is reached from outside")
@@ -72,8 +60,7 @@ class Box(Runtime):
 
 class Episode:
     def __init__(self, ask):
-        self._ask, self._tools = ask, {}
-        self._loop = asyncio.new_event_loop()
+        self._ask, self._tools, self._run = ask, {}, asyncio.new_event_loop().run_until_complete
 
     def rows(self, env, args):
         """The tasks of a taskset, each with the sandbox that it wants."""
@@ -85,51 +72,46 @@ class Episode:
         return found
 
     def reset(self, task, seed):
-        return self._loop.run_until_complete(self._reset(task))
+        return self._run(self._reset(task))
 
     def step(self, text, calls):
-        return self._loop.run_until_complete(self._step(text, calls))
+        return self._run(self._step(text, calls))
 
     def score(self, messages):
-        return self._loop.run_until_complete(self._score())
+        return self._run(self._score())
 
     async def _reset(self, row):
         taskset = _taskset(row["env"], row["args"])
-        task = next(itertools.islice(taskset, row["index"], None), None)
-        if task is None:
-            raise IndexError(f"{row['env']} has no task {row['index']}")
-        data, self._task = task.data, task
+        self._task = task = next(itertools.islice(taskset, row["index"], None))
+        data = task.data
         if data.prompt is None or ((task.NEEDS_CONTAINER or data.image) and not row["sandbox"]):
             lacks = "no prompt" if data.prompt is None else "no sandbox, which it needs (`sandbox`, `image`)"
             raise ValueError(f"task {row['index']} of {row['env']} has {lacks}")
         recorded = TraceTask(type=type(task).__name__, data=data, key=task.key, hash=task.hash)
-        agent = AgentInfo(config=AgentConfig())
-        self._trace = Trace(task=recorded, state=state_cls(type(task))(), agent=agent)
+        agent = AgentInfo(config=vf.AgentConfig())
+        self._trace = vf.Trace(task=recorded, state=state_cls(type(task))(), agent=agent)
         self._runtime = Box(self._ask).with_env(task.runtime_env())
         await invoke(task.setup, {"trace": self._trace, "runtime": self._runtime})
-        offered = [shown for toolset in self._toolsets(taskset) for shown in await self._offer(toolset)]
-        prompt = [UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else list(data.prompt)
+        toolsets = [*taskset.toolsets(taskset.config), *task.toolsets(task.config)]
+        offered = [shown for toolset in toolsets for shown in await self._offer(toolset)]
+        prompt = [vf.UserMessage(content=data.prompt)] if isinstance(data.prompt, str) else list(data.prompt)
         if data.system_prompt:
-            prompt.insert(0, SystemMessage(content=data.system_prompt))
+            prompt.insert(0, vf.SystemMessage(content=data.system_prompt))
         for message in prompt:
             self._add(message)
-        shown = [message.model_dump(exclude_none=True, exclude={"tool_calls"}) for message in prompt]
+        shown = [message.model_dump(exclude_none=True, include={"role", "content"}) for message in prompt]
         return {"messages": shown, "tools": offered}
 
-    def _toolsets(self, taskset):
-        return [*taskset.toolsets(taskset.config), *self._task.toolsets(self._task.config)]
-
     async def _offer(self, toolset):
-        """The tools of a toolset, which is served to nobody but this episode."""
+        """The tools of a toolset, which serves this episode alone."""
         from mcp.server.mcpserver import MCPServer
 
         if state_cls(type(toolset)) is not State:
             raise ValueError(f"{type(toolset).__name__} shares a state with its task, which is not done here")
         await toolset.setup()
         await toolset.setup_task(self._task.data)
-        server = MCPServer(toolset.server_name or type(toolset).__name__)
+        server, shown = MCPServer(toolset.server_name or type(toolset).__name__), []
         toolset.register(server)
-        shown = []
         for tool in await server.list_tools():
             name = f"{toolset.server_name}_{tool.name}" if toolset.server_name else tool.name
             self._tools[name] = server, tool.name
@@ -139,7 +121,7 @@ class Episode:
         return shown
 
     async def _called(self, call):
-        """What a tool says. The worker has answered those of the sandbox, and what no call can be made of."""
+        """What a tool says; the worker has answered those of the sandbox."""
         if "result" in call:
             return call["result"]
         if call["name"] not in self._tools:
@@ -149,47 +131,32 @@ class Episode:
             result = await server.call_tool(name, call["arguments"])
         except Exception as error:
             return f"Error: {error}"
-        content = getattr(result, "content", result)
-        return "\n".join(part.text for part in content if getattr(part, "text", None) is not None)
+        return "\n".join(part.text for part in result.content if getattr(part, "text", None) is not None)
 
     def _add(self, message, sampled=False):
         nodes = self._trace.nodes
         nodes.append(MessageNode(parent=len(nodes) - 1 if nodes else None, message=message, sampled=sampled))
 
     async def _step(self, text, calls):
-        made = [call for call in calls if "malformed" not in call]
-        said = [ToolCall(id=c["id"], name=c["name"], arguments=json.dumps(c["arguments"])) for c in made]
-        message = AssistantMessage(content=text or None, tool_calls=said or None)
+        trace, answers = self._trace, []
+        said = [vf.ToolCall(id=c["id"], name=c["name"], arguments=json.dumps(c["arguments"])) for c in calls]
+        message = vf.AssistantMessage(content=text or None, tool_calls=said or None)
         self._add(message, sampled=True)
         reason = "tool_calls" if calls else "stop"
-        self._trace.calls.append(ModelCall(node=len(self._trace.nodes) - 1, finish_reason=reason))
-        response = Response(id="", created=0, model="policy", message=message, finish_reason=reason)
-        if await self._stopped(Response, response):
-            return {"done": True}
-        answers = []
+        trace.calls.append(ModelCall(node=len(trace.nodes) - 1, finish_reason=reason))
         for call in calls:
-            if "malformed" in call:
-                content = f"Error: malformed tool call ({call['malformed']})"
-                answers.append({"role": "tool", "content": content})
-                continue
-            answers.append({"role": "tool", "tool_call_id": call["id"], "content": await self._called(call)})
-            self._add(ToolMessage(tool_call_id=call["id"], content=answers[-1]["content"], name=call["name"]))
-        request = Request(messages=self._trace.messages)
-        done = not calls or await self._stopped(Request, request)
-        return {"messages": answers, "done": done}
-
-    async def _stopped(self, boundary, value):
-        """Whether a stop of the task's says so."""
-        known = {"trace": self._trace, "task": self._task.data, Trace: self._trace, boundary: value}
+            answers.append({"role": "tool", "content": await self._called(call)})
+            answer = answers[-1]["content"]
+            self._add(vf.ToolMessage(tool_call_id=call["id"], content=answer, name=call["name"]))
+        response = vf.Response(id="", created=0, model="policy", message=message, finish_reason=reason)
+        request = vf.Request(messages=trace.messages)
+        known = {"trace": trace, "task": self._task.data}
+        known |= {vf.Trace: trace, vf.Response: response, vf.Request: request}
         for stop in self._task.hooks("stop"):
-            hints = [hint for hint in stop.__annotations__.values() if hint in (Request, Response)]
-            if hints and boundary not in hints:
-                continue
             said = invoke(stop, known)
-            if await said if asyncio.iscoroutine(said) else said:
-                self._trace.stop(stop.__name__)
-                return True
-        return False
+            if await said if inspect.isawaitable(said) else said:
+                trace.stop(stop.__name__)
+        return {"messages": answers, "done": not calls or trace.stop_condition is not None}
 
     async def _score(self):
         """The weighted sum of the task's rewards, by its own hooks."""
@@ -199,6 +166,6 @@ class Episode:
         await self._task.score(trace, self._runtime)
         if not trace.rewards or None in trace.rewards.values():
             raise ValueError(f"{type(self._task).__name__} gives no reward: {list(trace.rewards)}")
-        parts = {name: reward.value for name, reward in trace.rewards.items()}
-        parts.update({name: value for name, value in trace.metrics.items() if value is not None})
-        return {"reward": trace.reward, "parts": {n: v for n, v in parts.items() if math.isfinite(v)}}
+        parts = {name: reward.value for name, reward in trace.rewards.items()} | trace.metrics
+        shown = {name: value for name, value in parts.items() if value is not None and math.isfinite(value)}
+        return {"reward": trace.reward, "parts": shown}
