@@ -175,6 +175,8 @@ SECONDS = {
     "tests/swe/test_datasets.py": 45,
     "tests/swe/test_instances.py": 41,
     "tests/swe/test_patches.py": 49,
+    "tests/task_checks/test_faults.py": 60,
+    "tests/task_checks/test_packages.py": 25,
     "tests/unit/capture/test_chains.py": 30,
     "tests/unit/capture/test_fuzz.py": 30,
     "tests/unit/test_engine_streams.py": 50,

@@ -36,6 +36,9 @@ class Leak(BaseModel):
     what: str
     where: str
 
+    def __str__(self) -> str:
+        return f"{self.what} {self.where}"
+
 
 class Searched(BaseModel):
     """How the agent's sandbox was looked through."""
@@ -87,7 +90,7 @@ async def search(box: SandboxClient, handler: Any, task: Any, thorough: bool = F
     searched = Searched(**json.loads(done.stdout), too_short=too_short)
     for item in secrets if shown is not None else ():
         if _text(item) in shown.output:
-            searched.found.append(Leak(what=item.what, where="a variable or argument of a process"))
+            searched.found.append(Leak(what=item.what, where="is in a variable or an argument of a process"))
     return searched
 
 

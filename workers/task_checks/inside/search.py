@@ -117,7 +117,7 @@ class Search:
     def compare(self, data, where):
         for what, pieces in self.hidden:
             if what not in self.found and pieces and all(piece in data for piece in pieces):
-                self.found[what] = where
+                self.found[what] = f"is in {where}"
 
     def history(self, place):
         def git(*arguments, stdin=b"", most=MOST_HISTORY):
@@ -152,7 +152,7 @@ class Search:
         beyond = sorted(set(commits) - set(reached))
         if beyond and place in self.clean:
             name = git("log", "--no-walk", "--format=%h %s", beyond[0].decode()).decode("utf-8", "replace")
-            self.found["later commits"] = f"{place}: {BEYOND.format(len(beyond), name.strip())}"
+            self.found["later commits:"] = f"{place} has {BEYOND.format(len(beyond), name.strip())}"
         chosen = b"\n".join([*beyond[:MOST_COMMITS], *reached[:RECENT]]) + b"\n"
         show = ("log", "--stdin", "--no-walk", "-p", "--no-color", "--no-ext-diff", "--format=commit %h")
         commit = ""
