@@ -15,7 +15,7 @@ from workers.handlers.base import AgentHandler
 from workers.task_checks.play import Played, has_oracle, play_nothing, play_oracle
 from workers.task_checks.report import Report, TaskCheck, Verdict
 
-CHEAP_S = 2.0
+CHEAP_S = 0.5
 """Doing nothing is tried once more where the first time took no longer."""
 NAMES = ("name", "instance_id", "task_id", "id")
 """Fields of tasks that name them."""
