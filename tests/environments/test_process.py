@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 
 from rollout.schema import Limits, RolloutRequest, State
 from sandbox import processes
+from tests.helpers.stack import ROOT, wait_until
 from workers.agent.replay import Action
 from workers.handlers.environments import EnvironmentHandler, EnvironmentTask, process
 from workers.handlers.environments.process import Foreign, ProcessEnvironment
@@ -84,6 +87,45 @@ def test_an_episode_is_played_and_its_process_serves_the_next(hostile):
     assert nothing_is_left()
 
 
+def test_a_process_without_an_episode_is_ended_after_a_while(hostile, monkeypatch):
+    monkeypatch.setattr(process, "IDLE_S", 0.0)
+    assert hostile("time.sleep(0.1)\n" + GOOD, n=2)[1].reward == 1.0
+    assert len(pids()) <= 2
+
+
+WORKER = """
+import asyncio, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from rollout.schema import Limits
+from workers.handlers.environments import EnvironmentTask
+from workers.handlers.environments.process import Foreign, ProcessEnvironment
+
+async def main():
+    ctx = SimpleNamespace(limits=Limits())
+    episode = ProcessEnvironment(Foreign("toy", Path(sys.argv[1])), ctx)
+    await episode.reset(EnvironmentTask(), 1)
+    print("begun", flush=True)
+    time.sleep(1000)
+
+asyncio.run(main())
+"""
+
+
+def test_a_worker_that_is_killed_takes_its_environments_and_all_that_they_started_with_it(tmp_path, toy_home):
+    path = tmp_path / "adapter.py"
+    fork = "if not os.fork():\n            os.setsid()\n            time.sleep(1000)\n        return"
+    path.write_text(ADAPTER.replace("return", fork, 1))
+    env = os.environ | {"ROLLOUT_HOME": str(toy_home), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", WORKER, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=env) as worker:
+        assert worker.stdout.readline() == b"begun\n"
+        started = processes.descendants(worker.pid)
+        assert len(started) == 3, "ours, the first of the namespace, and its child"
+        worker.kill()
+    wait_until(lambda: not any(_words(pid) for pid in started), 20, "all have ended")
+
+
 def test_a_kind_whose_processes_cannot_be_used_again_starts_one_for_each_rollout(hostile):
     assert hostile(GOOD, reusable=False).reward == 1.0
     assert nothing_is_left(idle=False)
@@ -142,7 +184,8 @@ def test_children_that_leave_the_group_end_with_the_process(hostile):
 def test_a_cancelled_rollout_ends_its_process(tmp_path, toy_home, configured):
     configured(home=str(toy_home))
     path = tmp_path / "adapter.py"
-    path.write_text(ADAPTER.replace("BODY", "time.sleep(100)"))
+    mark = tmp_path / "stepped"
+    path.write_text(ADAPTER.replace("BODY", f"open({str(mark)!r}, 'w')\n        time.sleep(100)"))
 
     class Toy(EnvironmentHandler[EnvironmentTask]):
         name = "toy"
@@ -154,7 +197,7 @@ def test_a_cancelled_rollout_ends_its_process(tmp_path, toy_home, configured):
     async def cancelled():
         runner = InProcess(Toy(), Actions([Action(content="go")], demo_tokenizer()))
         task = asyncio.create_task(runner.run(RolloutRequest(handler="toy", task={})))
-        while len(pids()) < 2:
+        while not mark.exists():
             await asyncio.sleep(0.02)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

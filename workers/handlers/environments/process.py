@@ -49,8 +49,8 @@ MAX_ASKED = 1000
 """What an episode may ask of the worker in one call."""
 MAX_EPISODES = 100
 """Of one process: packages leak."""
-MAX_IDLE = 4
-"""Processes of a kind that are kept for the next episode."""
+IDLE_S = 300.0
+"""How long a process is kept for the next episode: one that imports much takes seconds to start."""
 _LENGTH = 4
 _PASSED = re.compile(r"PATH|TZ|LANG|LANGUAGE|LC_[A-Z]+|LD_LIBRARY_PATH")
 
@@ -206,6 +206,14 @@ def _places() -> asyncio.Semaphore:
     return _room[loop]
 
 
+def _forget(runner: Runner, episodes: int) -> None:
+    """End a process that has had no episode since."""
+    idle = _idle.get(runner.kind, [])
+    if runner in idle and runner.episodes == episodes:
+        idle.remove(runner)
+        runner.end()
+
+
 def close_idle() -> None:
     """End the processes that wait for an episode; those of a worker end with it anyway."""
     for runner in [runner for runners in _idle.values() for runner in runners]:
@@ -289,10 +297,10 @@ class ProcessEnvironment(Environment):
     async def close(self) -> None:
         runner, self._runner = self._runner, None
         if runner is not None:
-            idle = _idle.setdefault(self._kind, [])
             keep = self._fine and self._kind.reusable and runner.episodes < MAX_EPISODES
-            if keep and len(idle) < MAX_IDLE and not runner.gone:
-                idle.append(runner)
+            if keep and sum(map(len, _idle.values())) < settings().environments and not runner.gone:
+                _idle.setdefault(self._kind, []).append(runner)
+                asyncio.get_running_loop().call_later(IDLE_S, _forget, runner, runner.episodes)
             else:
                 await asyncio.to_thread(runner.end)
         if self._places is not None:
