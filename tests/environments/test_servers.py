@@ -109,6 +109,8 @@ def test_a_session_of_nemo_gym_is_worked_on_by_its_tools_and_judged_by_its_verif
 def test_the_row_goes_to_nemo_gym_as_it_is_and_a_wrong_end_earns_what_its_verifier_says(counter):
     (rollout,) = play(NemoGym(), counter(start=4), [act(by=1), say("Done.")])
     assert rollout.reward == 1.0, "/seed_session had read `start`"
+    (rollout,) = play(NemoGym(), counter(wanted=4, seed=1), [act(by=5), say("Done.")])
+    assert rollout.reward == 1.0, "/verify had read `seed`"
     (rollout,) = play(NemoGym(), counter(), [say("I am done.")])
     assert (rollout.state, rollout.reward) == (State.COMPLETED, 0.0)
 

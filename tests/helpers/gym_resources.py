@@ -26,6 +26,7 @@ def serve(port: int) -> None:
     class Row(base.BaseVerifyRequest):
         wanted: int
         seen: str = ""
+        seed: int = 0
 
     class Seed(base.BaseSeedSessionRequest):
         start: int = 0
@@ -51,7 +52,7 @@ def serve(port: int) -> None:
             count = self.counts[request.session[SESSION_ID_KEY]]
             said = [item.type for item in body.response.output]
             more = body.model_dump() | {"seen": ",".join(said)}
-            reward = 1.0 if count == body.wanted and said[-1] == "message" else 0.0
+            reward = 1.0 if count == body.wanted + body.seed and said[-1] == "message" else 0.0
             if body.wanted < 0:
                 reward = float("nan")
             return base.BaseVerifyResponse(**more, reward=reward)

@@ -43,7 +43,8 @@ class _ResourceServer(ToolEnvironment):
     def __init__(self, ctx: RunContext[NemoGymTask]) -> None:
         super().__init__()
         self._url = servers.address(ctx.task.server)
-        self._row = ctx.task.model_dump(exclude={"server", "seed"})
+        # A seed that the row has may be one that its verifier reads.
+        self._row = ctx.task.model_dump(exclude={"server", *(("seed",) if ctx.task.seed is None else ())})
         self._id, self._step_s = ctx.rollout_id, ctx.limits.tool_timeout_s
         self._http = servers.session(max(self._step_s, 120.0))
         self._tools: list[dict[str, Any]] = []
