@@ -7,7 +7,9 @@ import re
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any, TypeVar
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 IN_FLIGHT = 1000
+PUTS_AT_ONCE = 8
+"""Bundles on the way: a suite may have thousands."""
 SERVER_FAULT = 500
 """HTTP status from which on an answer does not say what became of a request."""
 
@@ -102,11 +106,14 @@ class Tasks:
 
     def put_bundles(self, put: Callable[[HarborTask], Any]) -> None:
         """Have the bundle of each task that is a directory put; what it has and is not heeded is told."""
-        for row, _ in self.rows():
-            if row.directory is not None:
-                for warning in row.directory.warnings:
-                    click.secho(warning, err=True, dim=True)
-                put(row.directory)
+        found = [row.directory for row, _ in self.rows() if row.directory is not None]
+        for warning in (warning for directory in found for warning in directory.warnings):
+            click.secho(warning, err=True, dim=True)
+        pool = ThreadPoolExecutor(PUTS_AT_ONCE)
+        try:
+            deque(pool.map(put, found), maxlen=0)
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def __iter__(self) -> Iterator[RolloutRequest]:
         """Raises DatasetError for a row that is no task or no valid request; it is named."""
