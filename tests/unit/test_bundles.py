@@ -48,6 +48,14 @@ def test_what_is_unpacked_is_what_was_packed(tmp_path):
     assert pack(tmp_path / "b") == bundle
 
 
+def test_a_digest_is_the_same_with_every_python(tmp_path):
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / ("long " * 40)).write_text("x")
+    (tmp_path / "é").write_text("y")
+    (tmp_path / "l").symlink_to("d")
+    assert pack(tmp_path).digest == "675abb8956ff06b594ea866279783a1b127530842db7e448de7aca47b0dabd84"
+
+
 def test_times_owners_and_order_make_no_other_bundle(tmp_path):
     fill(tmp_path / "a")
     before = pack(tmp_path / "a")
