@@ -83,7 +83,7 @@ def test_a_bad_authorization_header_is_a_401_that_repeats_nothing(world, header)
 
 SUBMIT = {
     *("/v1/rollouts", "/v1/rollouts/x/cancel", "/v1/rollouts/cancel", "/v1/rollouts/x/agent"),
-    *("/v1/batches", "/v1/batches/x/prompts", "/v1/reports"),
+    *("/v1/batches", "/v1/batches/x/prompts", "/v1/bundles/x", "/v1/reports"),
     *("/v1/batches/x/pause", "/v1/batches/x/resume", "/v1/batches/x/cancel"),
     *("/start", "/stop", "/process", "/cancel", "/run", "/v1/responses"),
 }
