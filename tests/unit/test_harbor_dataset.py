@@ -91,6 +91,25 @@ def test_a_registry_is_read_from_clones_at_the_commits_that_it_names(tmp_path, c
     assert git(clone, "status", "--short") == "M tasks/one/instruction.md"
 
 
+def test_a_clone_is_read_as_carefully_as_a_bundle(tmp_path, clone):
+    (clone / "tasks/one/tests" / ("long " * 40)).write_text("")
+    (clone / "tasks/one/tests" / "é").write_text("")
+    (clone / "tasks/one/tests/test.sh").chmod(0o755)
+    git(clone, "add", ".")
+    git(clone, "commit", "-qm", "names")
+    path = registry(tmp_path / "registry", entry(clone))
+    (task,) = tasks(path, clones=tmp_path / "clones")
+    assert task.digest == pack(clone / "tasks" / "one").digest
+    (clone / "tasks/one/tests/link").symlink_to("/etc/passwd")
+    git(clone, "add", ".")
+    git(clone, "commit", "-qm", "link")
+    path = registry(tmp_path / "registry", entry(clone))
+    with pytest.raises(
+        SuiteError, match=r"suite@.*tests/link', a link to '/etc/passwd', which is no relative"
+    ):
+        list(tasks(path, clones=tmp_path / "clones"))
+
+
 def test_one_of_several_sets_is_named(tmp_path, clone):
     path = registry(tmp_path / "registry", entry(clone), other=[entry(clone, "HEAD~1")])
     with pytest.raises(SuiteError, match="has the sets suite@1, other@1: name one as --split NAME@VERSION"):
