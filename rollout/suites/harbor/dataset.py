@@ -27,7 +27,6 @@ from rollout.suites.harbor.directory import CONFIG, TaskDirectory, load
 if TYPE_CHECKING:
     from rollout.client import Client
 
-REGISTRY = "registry.json"
 _COMMIT = re.compile(r"[0-9a-fA-F]{7,64}|HEAD")
 _GIT_S = 120.0
 _OFFLINE = {"GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0", "GIT_LFS_SKIP_SMUDGE": "1"}
