@@ -459,6 +459,16 @@ def test_a_compose_file_may_name_the_image(tmp_path):
             "services:\n  main:\n    command: redis-server\n",
             "line 3: services.main.command: nothing is started beside",
         ),
+        (
+            "services:\n  main:\n    build: {dockerfile: dev}\n",
+            "line 3: services.main.build: dockerfile: the image",
+        ),
+        ("services:\n  main:\n    build: ..\n", "line 3: services.main.build: context: the image is that of"),
+        ("services:\n  main:\n    build: {target: a}\n", "line 3: services.main.build: target: the image is"),
+        (
+            "services:\n  main:\n    deploy: {resources: {reservations: {devices: [{count: 1}]}}}\n",
+            "line 3: services.main.deploy: devices: sandboxes have none",
+        ),
         ("services:\n  - main\n", "line 2: services is no mapping"),
         (
             "services:\n  main:\n    working_dir: srv\n",

@@ -13,9 +13,11 @@ from rollout.suites.harbor.config import EnvironmentConfig
 
 COMPOSE_FILES = ("docker-compose.yaml", "singularity-compose.yaml")
 WITHOUT_EFFECT = frozenset(
-    {"build", "container_name", "deploy", "init", "platform", "pull_policy", "restart", "stdin_open", "tty"}
+    {"container_name", "init", "platform", "pull_policy", "restart", "stdin_open", "tty"}
 )
-"""Keys of a service that change nothing here: what they say is in the Dockerfile, or in task.toml."""
+"""Keys of a service that change nothing here."""
+_BUILDS = {"context": r"\.?/?|\$\{CONTEXT_DIR[^}]*\}", "dockerfile": r"(\./)?Dockerfile"}
+"""What `build` may say: that the image is that of the Dockerfile beside it."""
 _WAITS = re.compile(r"(sleep|infinity|tail|-f|/dev/null|(/bin/)?(ba)?sh|-l?c|\s|[\[\]\",'])*")
 """Commands that keep a container there and do nothing."""
 _OURS = re.compile(r"\$\{(MAIN_IMAGE_NAME|PREBUILT_IMAGE_NAME)[^}]*\}")
@@ -59,6 +61,15 @@ def _setting(where: str, key: str, node: Any) -> Iterator[tuple[str, Any]]:
         if not _word(where, node).startswith("/"):
             raise SuiteError(f"{where}: {node.value!r} is no absolute path")
         yield "workdir", node.value
+    elif key == "build":
+        parts = node.value if node.id == "mapping" else [(None, node)]
+        for name, value in parts:
+            part = name.value if name else "context"
+            if part not in _BUILDS or not re.fullmatch(_BUILDS[part], _word(where, value)):
+                raise SuiteError(f"{where}: {part}: the image is that of environment/Dockerfile, as it is")
+    elif key == "deploy":  # else it says what task.toml does
+        if "'devices'" in repr(node):
+            raise SuiteError(f"{where}: devices: sandboxes have none")
     elif key == "environment":
         pairs = node.value if isinstance(node.value, list) else []
         if node.id == "mapping":
