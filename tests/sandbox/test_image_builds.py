@@ -21,6 +21,7 @@ from sandbox.images import image_config
 from sandbox.images.dockerfile import image_name
 from services.settings import settings
 from tests.helpers.sandboxes import small_image
+from tests.sandbox.test_images import docker_archive
 from workers.errors import TaskError
 from workers.image_builds import BUILD_SECONDS, build_for_task
 
@@ -91,6 +92,16 @@ def test_the_command_builds_a_dockerfile_and_leaves_what_has_not_changed(home):
     assert images("build", "bad", environment(home, "bad", "FROM small\nONBUILD RUN x\n")).exit_code == 1
     details = images("inspect", "mine", "--json")
     assert details.exit_code == 0, details.output
+
+
+def test_an_archive_of_docker_beside_a_dockerfile_becomes_the_image_that_it_starts_from(home):
+    directory = environment(home, "one", "FROM other:1 AS start\nRUN echo $COLOUR in $PWD\nFROM start\n")
+    docker_archive(home, home / "images/small").rename(directory / "other-1.tar")
+    result = images("build", "mine", directory)
+    assert result.exit_code == 0, result.output
+    assert "blue in /app" in result.output.splitlines()
+    own, other = image_config(home / "images/mine.sif"), image_config(home / "images/other-1.sif")
+    assert (own.env, own.workdir, own.shell) == (other.env, "/app", ("/bin/dash", "-c"))
 
 
 def test_all_environments_of_a_tree_of_tasks_are_built_once(home, monkeypatch):
