@@ -15,7 +15,7 @@ from sandbox import paths
 from sandbox.errors import ImageError
 from sandbox.images import ImageStore
 from sandbox.images.dockerfile import build, image_name
-from sandbox.images.dockerfile.builder import Watch
+from sandbox.images.dockerfile.steps import Watch
 from services.settings import settings
 from workers.errors import TaskError
 

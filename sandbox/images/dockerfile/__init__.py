@@ -1,8 +1,8 @@
 """Images from Dockerfiles, without Docker and without root rights.
 
 `lines` and `words` read a Dockerfile, `plan` says what it asks for, `context` what it copies, `source` all of
-that; `builder` has `inside` do it, a layer an instruction, each of them an overlay's upper directory in the
-node's image cache. docs/images.md says what is supported.
+that; `builder` has it done by `steps`, in processes of `inside`, a layer an instruction, each of them an
+overlay's upper directory in the node's image cache. docs/images.md says what is supported.
 """
 
 from typing import Any

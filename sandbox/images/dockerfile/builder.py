@@ -2,46 +2,31 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import hashlib
-import json
 import os
 import re
-import shutil
-import subprocess
 import sys
-import threading
-import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from sandbox import memory, paths, processes, room, trees
-from sandbox.config import HostConfig
+from sandbox import paths, trees
 from sandbox.errors import ImageError
 from sandbox.images import build as building
-from sandbox.images import locks
 from sandbox.images.dockerfile import context
 from sandbox.images.dockerfile.lines import Instruction
 from sandbox.images.dockerfile.plan import Stage, Step
 from sandbox.images.dockerfile.source import Source, hash_of, load
+from sandbox.images.dockerfile.steps import PARTS, Feed, Steps, Watch, program
 from sandbox.images.environment import ImageConfig, add_trailer, image_config
 from sandbox.images.store import KEY_CHARS, ImageStore
-from sandbox.images.tool import REPOSITORY
-from sandbox.spec import Limits
 
-POLL_S = 0.1
-SLOWEST_S = 2.0  # between two looks at what a step takes, where looking is slow itself
-DRAIN_S = 10.0
 RESERVED_BYTES = 256 << 20
 """What a RUN is taken to need, until it has run."""
-LINES_SHOWN, LINE_CHARS = 20, 2000
 MOST_LAYERS = 100
-APT = 'APT::Sandbox::User "root";\n'
-"""There is no other user that could fetch what is installed."""
 ARCHIVES = (".tar", ".sif", ".def")
 MAX_NAME = 120
 
@@ -90,76 +75,6 @@ def build(
     return target
 
 
-class Watch:
-    """What bounds a build: time, the limits of a sandbox, somebody who has changed their mind."""
-
-    def __init__(
-        self,
-        timeout: float,
-        cancelled: Callable[[], bool],
-        output: Callable[[str], None] = lambda _: None,
-    ):
-        self.timeout, self.cancelled, self.output = timeout, cancelled, output
-        self.deadline = time.monotonic() + timeout
-        config = HostConfig.from_environment()
-        self.limits, self.floors = config.limits(Limits()), config.floors
-
-    @property
-    def left(self) -> float:
-        """Seconds."""
-        return max(0.1, self.deadline - time.monotonic())
-
-    def check(self) -> None:
-        """Raises ImageError when the build has to end."""
-        if self.cancelled():
-            raise ImageError("the build was cancelled")
-        if time.monotonic() > self.deadline:
-            raise ImageError(f"the build took longer than {self.timeout:g} s; allow more with --timeout")
-
-    @contextlib.contextmanager
-    def turn(self, lock: Path) -> Iterator[None]:
-        """Hold the lock, as soon as nobody else does; where file systems have none, users see to it."""
-        with contextlib.ExitStack() as stack:
-            with contextlib.suppress(locks.LocksUnsupported):
-                while stack.enter_context(locks.locked(lock, locks.EXCLUSIVE)) is None:
-                    self.check()
-                    time.sleep(POLL_S)
-                stack.callback(lock.unlink, missing_ok=True)
-            yield
-
-    def wait_for(self, process: subprocess.Popen[bytes], layer: Path) -> int:
-        """The status of a step's process. Raises ImageError where it goes over a limit."""
-        pause, survey = POLL_S, memory.Survey()
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                return process.wait(pause)
-            self.check()
-            begun = time.monotonic()
-            self.check_usage(processes.usages(process.pid), survey, layer)
-            pause = min(SLOWEST_S, max(POLL_S, 4 * (time.monotonic() - begun)))
-
-    def check_usage(self, usages: list[processes.Usage], survey: memory.Survey, layer: Path) -> None:
-        """Raises ImageError naming what is short, or the limit that is passed."""
-        for reason in room.shortages(layer, self.floors).values():
-            raise ImageError(f"{reason}; free some, or build elsewhere")
-        limits = self.limits
-        assert limits.disk_mb and limits.files and limits.memory_mb and limits.processes
-        used, files = trees.usage(layer, limits.disk_mb << 20, limits.files)
-        holding = survey.held(usages, None, limits.memory_mb << 20)
-        held, unlinked = (holding.total, holding.unlinked) if holding else (0, 0)
-        for what, amount, most in (
-            ("disk_mb", used + unlinked >> 20, limits.disk_mb),
-            ("files", files, limits.files),
-            ("memory_mb", held >> 20, limits.memory_mb),
-            ("processes", sum(usage.threads for usage in usages), limits.processes),
-        ):
-            if amount > most:
-                variable = f"ROLLOUT_SANDBOX_{what.upper()}"
-                raise ImageError(
-                    f"it went over the limit of {most} {what}; raise {variable} if it needs more"
-                )
-
-
 class Builder:
     """The layers of one Dockerfile's stages."""
 
@@ -178,6 +93,7 @@ class Builder:
         self.leases = leases
         self.salt = uuid.uuid4().hex if anew else ""
         self.user = paths.sandbox_user()
+        self.steps = Steps(watch, self.store.cache.directory, self.user)
         self.images: dict[str, Path] = {}
         named = source.plan().stages
         for number in _needed(named):
@@ -281,11 +197,11 @@ class Builder:
         self.watch.output(f"{told} {instruction.rest[:80]}{' (cached)' if tree.is_dir() else ''}")
 
         def make(layer: Path, _: int) -> int:
-            self.prepare(layer, request)
-            status, said = self.inside(request, layer, lowers, feed)
+            self.steps.prepare(layer, request)
+            status, said = self.steps.inside(request, layer, lowers, feed)
             if status != 0:
                 instruction.refuse(f"it ended with status {status}; it said: {said or '(nothing)'}")
-            for part in ("work", "merged", "empty", "shm", "pipes"):
+            for part in PARTS[1:]:
                 trees.remove(layer / part)
             (layer / "id").write_text(uuid.uuid4().hex)
             return trees.usage(layer, sys.maxsize, sys.maxsize)[0]
@@ -303,121 +219,22 @@ class Builder:
                 # Made anew it is another one: what was built on the first may not go with the second.
                 return hash_of(name, (tree / "id").read_text()), [f"{name}/upper", *lowers]
 
-    def prepare(self, layer: Path, request: Mapping[str, Any]) -> None:
-        """Make the directories of a layer, or of what only looks at some."""
-        layer.chmod(0o711)
-        for part in ("upper", "work", "merged", "empty", "shm", "pipes"):
-            (layer / part).mkdir()
-            (layer / part).chmod(0o1777 if part == "shm" else 0o755)
-            if self.user is not None and part != "pipes":
-                os.chown(layer / part, self.user, self.user)
-        for name, text in {"apt.conf": APT, **request.get("files", {})}.items():
-            if "/" not in name:
-                (layer / "pipes" / name).write_text(text)
-                (layer / "pipes" / name).chmod(0o755)
-
-    # -- steps -----------------------------------------------------------------------------
-
-    def sending(self, step: Step) -> Callable[[IO[bytes]], None]:
+    def sending(self, step: Step) -> Feed:
         """What COPY takes of the context."""
         found = self.source.found(step)
         return lambda stream: context.send(found, stream, exact=False)
 
-    def taking(self, step: Step, lowers: list[str]) -> Callable[[IO[bytes]], None]:
+    def taking(self, step: Step, lowers: list[str]) -> Feed:
         """What COPY takes of another image."""
 
         def feed(stream: IO[bytes]) -> None:
-            with self.scratch() as layer:
+            with self.steps.scratch() as layer:
                 request = {"operation": "get", "sources": step.sources}
-                status, said = self.inside(request, layer, lowers, None, stream)
+                status, said = self.steps.inside(request, layer, lowers, None, stream)
             if status != 0:
                 raise ValueError(said)
 
         return feed
-
-    @contextlib.contextmanager
-    def scratch(self) -> Iterator[Path]:
-        """A place for what makes no layer."""
-        with building._work_directory() as work:
-            work.chmod(0o711)
-            (work / "layer").mkdir()
-            self.prepare(work / "layer", {})
-            yield work / "layer"
-
-    def inside(
-        self,
-        request: Mapping[str, Any],
-        layer: Path,
-        lowers: list[str],
-        feed: Callable[[IO[bytes]], None] | None,
-        take: IO[bytes] | None = None,
-    ) -> tuple[int, str]:
-        """Have a step done; its status, and the last lines that it said. `feed`: writes its input; `take`:
-        where its output goes. Raises ImageError where it goes over a limit.
-        """
-        limits = {name: getattr(self.watch.limits, name) for name in ("processes", "disk_mb", "memory_mb")}
-        whole = {
-            **request,
-            "user": self.user,
-            "limits": limits,
-            "cache": str(self.store.cache.directory),
-            "layer": str(layer),
-            "lowers": lowers,
-            "writable": request["operation"] in ("run", "put"),
-            "bwrap": _program("bwrap"),
-        }
-        process = subprocess.Popen(
-            [sys.executable, "-m", "sandbox.images.dockerfile.inside"],
-            env={"PATH": paths.tool_path(), "PYTHONPATH": str(REPOSITORY), "LANG": "C.UTF-8"},
-            stdin=subprocess.PIPE,
-            stdout=take or subprocess.PIPE,
-            stderr=subprocess.PIPE if take else subprocess.STDOUT,
-            cwd="/",
-            start_new_session=True,
-        )
-        said: collections.deque[str] = collections.deque(maxlen=LINES_SHOWN)
-        wrong: list[Exception] = []
-        source = process.stderr if take else process.stdout
-        assert source is not None and process.stdin is not None
-        threads = [
-            threading.Thread(target=self._feed, args=(process.stdin, whole, feed, wrong), daemon=True),
-            threading.Thread(target=self._listen, args=(source, said), daemon=True),
-        ]
-        try:
-            for thread in threads:
-                thread.start()
-            status = self.watch.wait_for(process, layer)
-            for thread in threads:
-                thread.join(DRAIN_S)
-        finally:
-            _end(process)
-        if wrong and not isinstance(wrong[0], BrokenPipeError):
-            return 1, str(wrong[0])
-        return status, "\n".join(said)
-
-    @staticmethod
-    def _feed(
-        stream: IO[bytes],
-        request: Mapping[str, Any],
-        feed: Callable[[IO[bytes]], None] | None,
-        wrong: list[Exception],
-    ) -> None:
-        try:
-            with stream:
-                stream.write(json.dumps(request).encode() + b"\n")
-                stream.flush()  # another process may write what follows
-                if feed is not None:
-                    feed(stream)
-        except Exception as error:
-            wrong.append(error)
-
-    def _listen(self, stream: IO[bytes], said: collections.deque[str]) -> None:
-        with stream:
-            while line := stream.readline(LINE_CHARS):
-                text = line.decode(errors="replace").rstrip()
-                if text:
-                    said.append(text)
-                    self.watch.output(text)
 
     # -- the image -------------------------------------------------------------------------
 
@@ -429,11 +246,11 @@ class Builder:
             {"operation": "put", "target": "/.singularity.d", "into": True, "mode": None, "files": own},
         )
         _, lowers = self.layer(step, self.origin(number), "[image]")
-        with self.scratch() as layer:
+        with self.steps.scratch() as layer:
             made = layer / "shm" / "image"
-            argv = [_program("mksquashfs"), "ROOT", str(made), *building.COMPRESSION.split()]
+            argv = [program("mksquashfs"), "ROOT", str(made), *building.COMPRESSION.split()]
             argv += ["-all-root", "-no-xattrs", "-noappend", "-quiet", "-no-progress", "-mem", "512M"]
-            status, said = self.inside({"operation": "pack", "argv": argv}, layer, lowers, None)
+            status, said = self.steps.inside({"operation": "pack", "argv": argv}, layer, lowers, None)
             if status != 0:
                 raise ImageError(f"cannot make {target}: {said}")
             add_trailer(made, config)
@@ -465,20 +282,3 @@ def _references(stage: Stage) -> list[tuple[Instruction, str]]:
     """The images that a stage takes something of."""
     origins = [(stage.start, stage.base), *((step.instruction, step.origin) for step in stage.steps)]
     return [(instruction, origin) for instruction, origin in origins if isinstance(origin, str)]
-
-
-def _program(name: str) -> str:
-    program = shutil.which(name, path=paths.tool_path())
-    if program is None:
-        raise ImageError(f"{name} is missing, which builds need; run deploy/setup/apptainer.sh")
-    return program
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """The process and all below it have ended after this."""
-    below = [(pid, processes.start_time(pid)) for pid in processes.descendants(process.pid)]
-    processes.send([process.pid, *(pid for pid, _ in below)] if process.poll() is None else [])
-    process.wait()
-    deadline = time.monotonic() + DRAIN_S
-    while any(processes.is_alive(*child) for child in below) and time.monotonic() < deadline:
-        time.sleep(0.01)
