@@ -215,6 +215,38 @@ def test_what_is_not_supported_is_refused_at_load_with_its_line(context, dockerf
     assert why in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("dockerfile", "why"),
+    [
+        ("FROM base\n" + "ENV A=a$A$A\n" * 60, "KiB"),
+        ("FROM base\n" + 'ENV A="a$A$A"\n' * 60, "too long"),
+        ("FROM base\nENV A=" + "a" * 1000 + "\n" + "".join(f"ENV B{i}=$A\n" for i in range(900)), "KiB"),
+        ("FROM base\nRUN x " + "\\\n" * 400_000 + "y\nFETCH\n", "Dockerfile:400003"),
+        ("FROM base\nENV A=" + "${A:-" * 100_000, "recursion"),
+        ("# check=" + " " * 300_000 + "x" + " " * 300_000 + "\nFETCH", "no FROM"),
+        ("FROM base\n" * 101, "100 stages"),
+        ("FROM base\n" + "RUN x\n" * 1001, "1000 instructions"),
+        ("FROM " + "a/" * 60_000 + "!", "not the name"),
+        ("FROM base\nCOPY " + "*a" * 60 + "b /", "there is no"),
+    ],
+)
+def test_a_dockerfile_that_would_take_for_ever_is_refused_soon(context, dockerfile, why):
+    directory = context(dockerfile, **{"a" * 200: ""}, dot_dockerignore="**/" * 60 + "a*" * 60 + "b\n")
+    begun = time.monotonic()
+    with pytest.raises(ImageError) as caught:
+        load(directory)
+    assert why in str(caught.value)[-200:] + str(caught.value)[:200]
+    assert time.monotonic() - begun < 5
+
+
+def test_stages_that_take_from_each_other_again_and_again_are_hashed_once(home, context):
+    more = "".join(f"FROM scratch\nCOPY --from={n} / /a\nCOPY --from={n} / /b\n" for n in range(60))
+    directory = context("FROM base\n" + more)
+    begun = time.monotonic()
+    assert "cancelled" in refused(directory, cancelled=lambda: True)
+    assert time.monotonic() - begun < 5
+
+
 def test_what_has_no_effect_in_a_sandbox_is_told_with_its_line(context):
     directory = context(
         "FROM base\nEXPOSE 80\nCMD x\nHEALTHCHECK NONE\nUSER joe\nCOPY --chown=1:1 Dockerfile /\n"
@@ -255,7 +287,8 @@ def test_the_name_changes_with_what_is_asked_for_and_copied_and_nothing_else(con
 def test_a_dockerignore_is_read_as_docker_reads_it(context):
     directory = context(
         "FROM base\nCOPY . /all\n",
-        dot_dockerignore="# said\n*.md\n!README.md\n/build\n**/cache/*.bin\nkeep/*\n!keep/this\n",
+        dot_dockerignore="# said\n*.md\n!README.md\n/build\n**/cache/*.bin\nkeep/*\n!keep/this\n"
+        "**.pyc\n[xy]\\?\n",
         README="",
         build__x="",
         src__build="",
@@ -263,7 +296,7 @@ def test_a_dockerignore_is_read_as_docker_reads_it(context):
         keep__this="",
         keep__that="",
     )
-    for name in ("README.md", "a.md", "src/cache/b.bin", "src/c.md"):
+    for name in ("README.md", "a.md", "src/cache/b.bin", "src/c.md", "src/d.pyc", "x?", "z?"):
         (directory / name).write_text("")
     (step,) = load(directory).plan().stages[-1].steps
     found = {entry.name for entry in load(directory).found(step).entries if entry.path.is_file()}
@@ -276,6 +309,7 @@ def test_a_dockerignore_is_read_as_docker_reads_it(context):
         "src/build",
         "src/c.md",
         "src/cache/a",
+        "z?",
     }
 
 

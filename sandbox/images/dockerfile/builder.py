@@ -100,6 +100,7 @@ class Builder:
             for instruction, reference in _references(named[number]):
                 self.images.setdefault(reference, self.find(instruction, reference))
         self.plan = source.plan({name: image_config(path) for name, path in self.images.items()})
+        self.digests: dict[int, str] = {}
         self.done: dict[int, tuple[str, list[str]]] = {}
 
     # -- what it is built of -------------------------------------------------------------
@@ -132,11 +133,14 @@ class Builder:
 
     def digest(self, number: int) -> str:
         """Of all that a stage is made of, whatever of it has been built."""
+        if number in self.digests:
+            return self.digests[number]
         stage = self.plan.stages[number]
         total = self.origin_digest(stage.base)
         for step in stage.steps:
             network = self.network and step.request.get("network", False)
             total = hash_of(total, self.source.digest(step), self.origin_digest(step.origin), network)
+        self.digests[number] = total
         return total
 
     def origin_digest(self, origin: int | str | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import hashlib
 import json
 import os
@@ -59,45 +60,56 @@ class Ignored:
 
     def __call__(self, path: str) -> bool:
         """Whether the path, relative to the context, is left out."""
-        parts = path.split("/")
-        prefixes = ["/".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
         ignored = False
-        for keep, pattern in self.rules:
-            if ignored == keep and any(map(pattern.fullmatch, prefixes)):
+        for keep, segments in self.rules:
+            if ignored == keep and _matches_above(segments, path.split("/")):
                 ignored = not keep
         return ignored
 
 
-def _rule(row: str) -> tuple[bool, re.Pattern[str]]:
-    keep = row.startswith("!")
-    path = posixpath.normpath("/" + row.removeprefix("!").strip()).lstrip("/")
-    return keep, wildcard(path or ".", deep=True)
+Segments = list[re.Pattern[str] | None]
+"""Of a pattern, what the names of a path have to match; None is `**`, any number of names."""
 
 
-def wildcard(pattern: str, deep: bool = False) -> re.Pattern[str]:
-    """A pattern of Go's `filepath.Match`; with `deep`, `**` stands for any number of directories."""
-    tokens = {"**/": "(?:.*/)?", "**": ".*"} if deep else {}
-    tokens |= {"*": "[^/]*", "?": "[^/]"}
-    expression, rest = "", pattern
-    while rest:
-        token = next((token for token in tokens if rest.startswith(token)), rest[0])
-        characters = re.match(r"\[(\^?)((?:\\.|[^\]\\])+)\]", rest)
-        if token in tokens:
-            expression += tokens[token]
-        elif characters:
-            token = characters[0]
-            inside = characters[2].replace("[", "\\[")
-            expression += f"[{characters[1]}{inside}]"
-        elif token == "\\" and len(rest) > 1:
-            token = rest[:2]
-            expression += re.escape(rest[1])
-        else:
-            expression += re.escape(token)
-        rest = rest[len(token) :]
-    try:
-        return re.compile(expression, re.DOTALL)
-    except re.error as error:
-        raise ValueError(f"pattern {pattern!r}: {error}") from error
+def _rule(row: str) -> tuple[bool, Segments]:
+    segments: Segments = []
+    for part in posixpath.normpath("/" + row.removeprefix("!").strip()).strip("/").split("/"):
+        before, deep, after = part.partition("**")
+        if not deep:
+            segments.append(wildcard(part))
+            continue
+        segments += [wildcard(before + "*")] if before else []
+        segments.append(None)
+        segments += [wildcard("*" + after)] if after else []
+    if segments[-1] is None:
+        segments.append(wildcard("*"))
+    return row.startswith("!"), segments
+
+
+def _matches_above(segments: Segments, names: list[str]) -> bool:
+    """Whether the path or a directory above it matches. All ways at once, for patterns are a tenant's."""
+    places = _onward(segments, {0})
+    for name in names:
+        staying = {place for place in places if segments[place] is None}
+        further = {place + 1 for place in places - staying if segments[place].match(name)}  # type: ignore
+        places = _onward(segments, staying | further)
+        if len(segments) in places:
+            return True
+    return False
+
+
+def _onward(segments: Segments, places: set[int]) -> set[int]:
+    """And behind each `**`, which may stand for nothing."""
+    for place, segment in enumerate(segments):
+        if segment is None and place in places:
+            places.add(place + 1)
+    return places
+
+
+def wildcard(pattern: str) -> re.Pattern[str]:
+    """For one name, a pattern of Go's `filepath.Match`; `fnmatch` never tries the same twice."""
+    pattern = re.sub(r"\\(.)", lambda quoted: f"[{quoted[1]}]" if quoted[1] in "*?[" else quoted[1], pattern)
+    return re.compile(fnmatch.translate(pattern.replace("[^", "[!")))
 
 
 def find(root: Path, sources: Sequence[str], ignored: Ignored | None = None, unpack: bool = False) -> Found:
@@ -138,7 +150,7 @@ def _matches(root: Path, pattern: str, ignored: Ignored) -> list[str]:
         for path in paths:
             with contextlib.suppress(NotADirectoryError, FileNotFoundError):
                 names = sorted(child.name for child in (root / path).iterdir())
-                below += [posixpath.join(path, name) for name in names if matcher.fullmatch(name)]
+                below += [posixpath.join(path, name) for name in names if matcher.match(name)]
         paths = below
     return [
         path for path in paths if os.path.lexists(root / path) and not _is_out(root / path, path, ignored)

@@ -13,8 +13,8 @@ from typing import NoReturn
 from sandbox.errors import ImageError
 from sandbox.images.dockerfile import words
 
-MOST_BYTES = 1 << 20
-DIRECTIVE = re.compile(r"#\s*([a-zA-Z][a-zA-Z0-9]*)\s*=\s*(.+?)\s*")
+MOST_BYTES, MOST_INSTRUCTIONS, MOST_WHY = 1 << 20, 1000, 4000
+DIRECTIVE = re.compile(r"#\s*([a-zA-Z][a-zA-Z0-9]*)\s*=\s*(.+)")
 FLAG = re.compile(r"--([a-zA-Z-]+)(?:=(\S*))?(?:\s+|$)")
 HEREDOC = re.compile(r"\d*<<(-?)([^<]+)")
 WITH_HEREDOCS = ("RUN", "COPY", "ADD")
@@ -47,7 +47,7 @@ class Instruction:
 
     def refuse(self, why: str) -> NoReturn:
         """Raises ImageError with its place."""
-        raise ImageError(f"{self.place}: {self.keyword}: {why}")
+        raise ImageError(f"{self.place}: {self.keyword}: {why[:MOST_WHY]}")
 
     def array(self) -> list[str] | None:
         """Its JSON form; None where it has none."""
@@ -96,16 +96,19 @@ def parse(text: str, name: str = "Dockerfile") -> list[Instruction]:
         number += 1
         if not line:
             continue
-        while continued.search(line):
-            line = continued.sub("", line)
+        pieces = [line]
+        while continued.search(pieces[-1]):
+            pieces[-1] = continued.sub("", pieces[-1])
             # Comments and empty lines within an instruction are passed over.
             while number < len(lines) and not _stripped(lines[number]).strip():
                 number += 1
             if number == len(lines):
                 break
-            line += _stripped(lines[number])
+            pieces.append(_stripped(lines[number]))
             number += 1
-        instruction = _instruction(f"{name}:{begin}", line, escape)
+        instruction = _instruction(f"{name}:{begin}", "".join(pieces), escape)
+        if len(instructions) == MOST_INSTRUCTIONS:
+            instruction.refuse(f"there are more than {MOST_INSTRUCTIONS} instructions")
         heredocs = []
         for word, dash, quoted in _heredocs(instruction):
             delimiter, body = quoted.replace('"', "").replace("'", ""), []

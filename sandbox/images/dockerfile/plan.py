@@ -21,6 +21,7 @@ NO_EFFECT = ("CMD", "ENTRYPOINT", "EXPOSE", "HEALTHCHECK", "MAINTAINER", "STOPSI
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "NO_PROXY", "ALL_PROXY")
 """Arguments that need no ARG, and count for no cache."""
 REMOTE = re.compile(r"(https?|ftp|git|ssh)://|git@|.*\.git(#|$)")
+MOST_VARIABLES, MOST_STAGES, MOST_REFERENCE = 256 << 10, 100, 512
 REFERENCE = re.compile(
     r"(?:[\w-][\w.-]*(?::\d+)?/)*[\w-][\w.-]*(?::[\w.-]+)?(?:@sha256:[0-9a-f]{64})?", re.ASCII
 )
@@ -60,6 +61,12 @@ class Stage:
     def variables(self) -> dict[str, str]:
         """What stands for variables now: an ENV goes before an ARG of its name."""
         return {"PATH": PATH} | self.arguments | dict(self.config.env)
+
+    @property
+    def size(self) -> int:
+        """Characters of all that it declares."""
+        tables = (self.arguments, self.config.env, self.config.labels)
+        return sum(len(name) + len(value) for table in tables for name, value in table.items())
 
     def set(self, **changes: Any) -> None:
         """Change what the image declares."""
@@ -104,8 +111,10 @@ class Planner:
             else:
                 try:
                     handle(instruction)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
                     instruction.refuse(str(error))
+                if self.stages and self.stages[-1].size > MOST_VARIABLES:
+                    instruction.refuse(f"variables and labels are longer than {MOST_VARIABLES >> 10} KiB")
         if not self.stages:
             Instruction(f"{name}:1", "FROM", (), "").refuse("the file has none")
         if self.unused:
@@ -128,6 +137,8 @@ class Planner:
         match = re.fullmatch(r"(\S+)(?:\s+[aA][sS]\s+([a-zA-Z][a-zA-Z0-9_.-]*))?", instruction.rest)
         if match is None:
             instruction.refuse("it takes an image, and perhaps `AS name`")
+        if len(self.stages) == MOST_STAGES:
+            instruction.refuse(f"there are more than {MOST_STAGES} stages")
         scope = {**self.arguments, **self.globals}
         if "platform" in flags:
             platform = words.expand(flags["platform"], scope, instruction.escape)
@@ -155,7 +166,7 @@ class Planner:
             if int(reference) >= len(names) - 1:
                 instruction.refuse(f"there is no stage {reference} before this one")
             return int(reference)
-        if not REFERENCE.fullmatch(reference):
+        if len(reference) > MOST_REFERENCE or not REFERENCE.fullmatch(reference):
             instruction.refuse(f"{reference!r} is not the name of an image")
         return reference
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from sandbox.images.dockerfile import lines
@@ -26,6 +26,7 @@ class Source:
     instructions: tuple[lines.Instruction, ...]
     arguments: Mapping[str, str]
     ignored: Ignored
+    _found: dict[tuple[tuple[str, ...], bool], Found] = field(default_factory=dict)
 
     def plan(self, bases: Mapping[str, ImageConfig] | None = None) -> Plan:
         """`bases`: what the images declare that it starts from, by reference. Raises ImageError."""
@@ -35,8 +36,11 @@ class Source:
 
     def found(self, step: Step) -> Found:
         """What a step copies of the context. Raises ImageError where that is not there."""
+        key = (step.sources, step.unpack)
         try:
-            return find(self.context, step.sources, self.ignored, step.unpack)
+            if key not in self._found:
+                self._found[key] = find(self.context, step.sources, self.ignored, step.unpack)
+            return self._found[key]
         except (ValueError, OSError) as error:
             step.instruction.refuse(str(error))
 

@@ -26,7 +26,7 @@ from sandbox.spec import Limits
 POLL_S = 0.1
 SLOWEST_S = 2.0  # between two looks at what a step takes, where looking is slow itself
 DRAIN_S = 10.0
-LINES_SHOWN, LINE_CHARS = 20, 2000
+LINES_SHOWN, LINE_CHARS, SHOWN_CHARS = 20, 2000, 3000
 PARTS = ("upper", "work", "merged", "empty", "shm", "pipes")
 """Directories of a layer that is being made; the first of them is what stays."""
 APT = 'APT::Sandbox::User "root";\n'
@@ -182,7 +182,7 @@ class Steps:
             _end(process)
         if wrong and not isinstance(wrong[0], BrokenPipeError):
             return 1, str(wrong[0])
-        return status, "\n".join(said)
+        return status, "\n".join(said)[-SHOWN_CHARS:]
 
     @staticmethod
     def _feed(

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 
 NAME = re.compile(r"[0-9]+|[^\W\d]\w*|[@*#?\-$!]")
 """Of a variable, or of what a shell would put in its place, which is nothing here."""
+MOST_CHARS = 128 << 10
+"""Of a text with its variables replaced: no argument can be longer, and `A=$A$A` doubles each time."""
 
 
 def split(text: str, escape: str) -> list[str]:
@@ -57,6 +59,8 @@ class _Expansion:
         for character in self.rest():
             if character == stop:
                 return value
+            if len(value) > MOST_CHARS:
+                raise ValueError(f"with its variables it is longer than {MOST_CHARS >> 10} KiB")
             if character == "$":
                 value += self.variable()
             elif character == "'" and self.quotes:
@@ -85,6 +89,8 @@ class _Expansion:
         for character in self.rest():
             if character == '"':
                 return value
+            if len(value) > MOST_CHARS:
+                break
             if character == "$":
                 value += self.variable()
             elif character == self.escape and self.text[self.place : self.place + 1] in (
@@ -95,7 +101,7 @@ class _Expansion:
                 value += next(self.rest())
             else:
                 value += character
-        raise ValueError('a " is not closed')
+        raise ValueError('a " is not closed, or the text in it too long')
 
     def variable(self) -> str:
         """What stands for `$NAME` or `${NAME…}`, of which the `$` is read."""
