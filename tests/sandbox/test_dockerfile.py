@@ -235,7 +235,7 @@ def test_a_dockerfile_that_would_take_for_ever_is_refused_soon(context, dockerfi
     begun = time.monotonic()
     with pytest.raises(ImageError) as caught:
         load(directory)
-    assert why in str(caught.value)[-200:] + str(caught.value)[:200]
+    assert why in str(caught.value) and len(str(caught.value)) < 5000
     assert time.monotonic() - begun < 5
 
 

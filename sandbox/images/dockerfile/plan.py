@@ -167,7 +167,7 @@ class Planner:
                 instruction.refuse(f"there is no stage {reference} before this one")
             return int(reference)
         if len(reference) > MOST_REFERENCE or not REFERENCE.fullmatch(reference):
-            instruction.refuse(f"{reference!r} is not the name of an image")
+            instruction.refuse(f"{reference[:200]!r} is not the name of an image")
         return reference
 
     def _arg(self, instruction: Instruction) -> None:
