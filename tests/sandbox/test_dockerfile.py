@@ -203,7 +203,6 @@ def test_arguments_and_environment_have_the_scopes_of_docker(context):
         ("FROM base\nENV A=1 B", 2, "not NAME=VALUE"),
         ("FROM base\nRUN cat <<EOF\nx", 2, "has no end"),
         ("FROM base\nSHELL /bin/sh", 2, "JSON array"),
-        ("FROM base\nCOPY a b /c", 2, "must be a directory"),
         ("FROM base\nRUN ['a', 1]\nRUN [\"a\", 1]", 3, "only strings"),
         ("", 1, "has none"),
     ],
@@ -227,7 +226,7 @@ def test_what_is_not_supported_is_refused_at_load_with_its_line(context, dockerf
         ("FROM base\n" * 101, "100 stages"),
         ("FROM base\n" + "RUN x\n" * 1001, "1000 instructions"),
         ("FROM " + "a/" * 60_000 + "!", "not the name"),
-        ("FROM base\nCOPY " + "*a" * 60 + "b /", "there is no"),
+        ("FROM base\nCOPY " + "*a" * 60 + "b /\nCOPY gone /", "there is no 'gone'"),
     ],
 )
 def test_a_dockerfile_that_would_take_for_ever_is_refused_soon(context, dockerfile, why):
@@ -347,10 +346,10 @@ def test_what_is_copied_lies_where_docker_puts_it(home, context, tmp_path):
         "FROM scratch\n"
         "LABEL kept=yes\n"
         "ENV PATH=/opt/bin:$PATH ONE=1\n"
-        "COPY a.txt b.txt /texts/\n"
+        "COPY a.txt b.txt /texts\n"
         "COPY --chmod=0711 a.txt /renamed\n"
         "COPY dir /contents\n"
-        "COPY d*r/x* /wild/\n"
+        "COPY d*r/x* no*lock /wild/\n"
         "WORKDIR /work/there\n"
         "COPY a.txt .\n"
         "COPY --from=first /made /taken\n"

@@ -18,6 +18,7 @@ from typing import BinaryIO
 
 MOST_ENTRIES = 200_000
 CHUNK = 1 << 20
+WILDCARD = re.compile(r"[*?\[\\]")
 ZSTANDARD = b"\x28\xb5\x2f\xfd"
 
 
@@ -115,7 +116,7 @@ def wildcard(pattern: str) -> re.Pattern[str]:
 def find(root: Path, sources: Sequence[str], ignored: Ignored | None = None, unpack: bool = False) -> Found:
     """All that the sources are, in an order of their own. `unpack`: tar archives count as directories.
 
-    Raises ValueError for one that is not there, or leads out of the root.
+    A pattern may stand for none. Raises ValueError for a source that is not there, or leads out of the root.
     """
     ignored = ignored or Ignored()
     real = root.resolve()
@@ -123,7 +124,7 @@ def find(root: Path, sources: Sequence[str], ignored: Ignored | None = None, unp
     entries: list[Entry] = []
     for source in sources:
         matches = _matches(real, posixpath.normpath("/" + source).lstrip("/"), ignored)
-        if not matches:
+        if not matches and not WILDCARD.search(source):
             left_out = " (or .dockerignore leaves it out)" if ignored.rules else ""
             raise ValueError(f"there is no {source!r} in {root}{left_out}")
         for match in matches:
@@ -143,7 +144,7 @@ def _matches(root: Path, pattern: str, ignored: Ignored) -> list[str]:
     """Paths that a source stands for."""
     paths = [""]
     for part in pattern.split("/"):
-        if not re.search(r"[*?\[\\]", part):
+        if not WILDCARD.search(part):
             paths = [posixpath.join(path, part) for path in paths]
             continue
         matcher, below = wildcard(part), []

@@ -292,9 +292,7 @@ class Planner:
         if remote := next(filter(REMOTE.match, sources), None):
             instruction.refuse(f"{remote} is not a file; fetch it in a RUN, where builds have a network")
         files = {doc.name: self.content(instruction, doc) for word, doc in texts.items() if word in given}
-        is_directory = target.endswith("/") or posixpath.basename(target) in (".", "..", "")
-        if len(given) > 1 and not is_directory:
-            instruction.refuse(f"with several sources the destination must be a directory: {target}/")
+        is_directory = len(given) > 1 or posixpath.basename(target) in (".", "..", "")
         request = {
             "operation": "put",
             "target": self.inside(target),

@@ -176,10 +176,10 @@ class Steps:
             for thread in threads:
                 thread.start()
             status = self.watch.wait_for(process, layer)
-            for thread in threads:
-                thread.join(DRAIN_S)
         finally:
             _end(process)
+            for thread in threads:
+                thread.join(DRAIN_S)
         if wrong and not isinstance(wrong[0], BrokenPipeError):
             return 1, str(wrong[0])
         return status, "\n".join(said)[-SHOWN_CHARS:]
