@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,9 +21,11 @@ import pytest
 
 from rollout.batch import BatchRequest
 from rollout.schema import Agent, Limits, Rollout, RolloutRequest, SamplingParams, State, new_id
+from rollout.suites import harbor
 from rollout.trajectory import FinishReason
 from services.capture.serving import STOPPED
 from tests.helpers.capture import CaptureWorld, capture_world
+from tests.helpers.harbor_tasks import NO_NETWORK, write_task
 from tests.helpers.lazy import Lazy
 from tests.helpers.long_forms import CAPTURE
 
@@ -377,6 +380,32 @@ import os, sys
 answer = 1 + os.urandom(1)[0] % 2
 sys.argv[1] = sys.argv[1].replace("CHANCE", str(answer))
 """
+
+
+def test_a_program_plays_a_task_of_a_suite_and_the_tasks_own_tests_score_it(
+    world: CaptureWorld, tmp_path: Path
+):
+    def driven(name: str, toml: str, plan: list[str], **parts: Any) -> Rollout:
+        write_task(tmp_path / name, toml, instruction=f"PLAN: {json.dumps(plan)}", **parts)
+        (task,) = harbor.tasks(tmp_path / name)
+        world.stack.client.put_bundle(task)
+        command = ["python3", "-c", PROGRAM, "{instruction}", json.dumps([SHELL])]
+        request = task.request(1, agent=Agent(harness="command", command=command))
+        return world.ended(world.stack.client.submit(request)[0].id)
+
+    toml = NO_NETWORK + "workdir = '/work'\nenv = { SAYS = 'done' }\n[agent]\nuser = 'games'\n"
+    done = driven("task", toml, ["touch $SAYS.txt; pwd; echo $USER; ls /tests", "! done"])
+    assert (done.state, done.reward) == (State.COMPLETED, 1.0), done.error
+    said = [message.text for message in done.trajectory.messages if message.role == "tool"]
+    assert said == ["/work\ngames\n"]
+    assert "The working directory is /work." in done.trajectory.messages[0].text
+    assert any("one uid" in warning for warning in done.trajectory.warnings)
+    slow = driven("slow", NO_NETWORK + "[agent]\ntimeout_sec = 4\n", ["touch done.txt; sleep 60", "! done"])
+    assert (slow.state, slow.finish_reason, slow.reward) == (State.TIMED_OUT, FinishReason.TIME_LIMIT, 1.0)
+    steps = "[[steps]]\nname = 'a'\n[[steps]]\nname = 'b'\n"
+    files = {f"steps/{name}/instruction.md": "Do it." for name in "ab"}
+    refused = driven("steps", NO_NETWORK + steps, ["! done"], files=files)
+    assert refused.drop and "[[steps]]" in refused.error.message
 
 
 def test_batches_sample_dynamically_what_programs_drive(world: CaptureWorld):
