@@ -172,7 +172,22 @@ def test_an_agent_reaches_the_hosts_of_its_list_and_no_other(
     assert lines[0] == "GET /plain  []"
     assert lines[1:3] == ["POST /through short ", "POST /through xxxxxx"]
     assert lines[3] == "403 other.test is not among the hosts that this task may reach"
-    assert done.reward == 1.0
+    assert done.reward == 1.0 and done.metrics["refused_hosts"] == 1
+
+
+@pytest.mark.usefixtures("loopback_is_public")
+def test_a_step_has_the_network_that_it_names_and_not_that_of_the_step_before(play: Play, outside: int):
+    toml = NO_NETWORK + "[[steps]]\nname = 'with'\n[[steps]]\nname = 'without'\n[steps.agent]\n"
+    toml = toml.replace(
+        "'with'", "'with'\nagent = { network_mode = 'allowlist', allowed_hosts = ['allowed.test'] }"
+    )
+    files = {f"steps/{name}/instruction.md": "Ask." for name in ("with", "without")}
+    fetch = (
+        f"import urllib.request as r; print(r.urlopen('http://allowed.test:{outside}/', timeout=9).status)"
+    )
+    ask = bash(f'python3 -c "{fetch}" 2>&1 | tail -1')
+    done = play(ask, "Done.", ask, toml=toml, files=files)
+    assert said(done)[0] == "200" and "URLError" in said(done)[1]
 
 
 @pytest.mark.usefixtures("loopback_is_public")

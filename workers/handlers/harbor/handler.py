@@ -14,7 +14,7 @@ from workers.errors import TaskError
 from workers.handlers.base import EVERY_STAGE, AgentHandler, EvalContext, InitContext, Reward, RunContext
 from workers.handlers.harbor import mcp, solution, steps, verifier
 from workers.handlers.harbor.artifacts import keep_artifacts
-from workers.handlers.harbor.network import ALLOWLIST, way_out
+from workers.handlers.harbor.network import ALLOWLIST, VARIABLES, way_out
 from workers.handlers.harbor.opening import opening
 from workers.handlers.harbor.ready import begin, lay_out
 from workers.handlers.harbor.task import HarborTask
@@ -86,9 +86,11 @@ class Harbor(AgentHandler[HarborTask]):
     ) -> AsyncIterator[Sequence[Tool]]:
         """The network of a step's agent, and its tools, for as long as its turns last."""
         assert ctx.sandbox is not None
-        async with way_out(ctx.sandbox, *trial.network(step.agent)) as variables:
-            if variables:
-                await ctx.sandbox.setup(variables)
+        async with way_out(ctx.sandbox, *trial.network(step.agent), ctx) as variables:
+            if variables or len(trial.directory.steps) > 1:
+                # Of a step before there may be some that lead nowhere now.
+                none = dict.fromkeys([*VARIABLES, *map(str.lower, VARIABLES)], "")
+                await ctx.sandbox.setup(variables or none)
             yield [*self.tools, *await mcp.tools_of(ctx.sandbox, trial)]
 
     async def solve(self, ctx: RunContext[HarborTask]) -> FinishReason:

@@ -8,9 +8,11 @@ from contextlib import asynccontextmanager
 from sandbox.client import SandboxClient
 from services.settings import settings
 from workers.errors import TaskError
+from workers.handlers.base import Context
 from workers.handlers.harbor.egress import EVERY_HOST, Egress
 
 NO_NETWORK, ALLOWLIST, PUBLIC = "no-network", "allowlist", "public"
+VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 REFUSED = "the task wants a network for {}, and this deployment gives tasks none (ROLLOUT_TASK_EGRESS)"
 WITHOUT = "network_mode public: this deployment gives tasks no network (ROLLOUT_TASK_EGRESS)"
 
@@ -30,13 +32,14 @@ def check(mode: str | None, hosts: Sequence[str] = ()) -> str | None:
 
 @asynccontextmanager
 async def way_out(
-    box: SandboxClient, mode: str | None, hosts: Sequence[str] = ()
+    box: SandboxClient, mode: str | None, hosts: Sequence[str] = (), ctx: Context | None = None
 ) -> AsyncIterator[dict[str, str]]:
     """The variables (`HTTP_PROXY`, …; {} = there is no network) by which programs of the sandbox get out.
 
     Args:
         mode: `no-network`, `allowlist` or `public`, of an agent or a verifier; None = none.
         hosts: Of the allow-list.
+        ctx: Where the hosts that were refused are told: its log, and the metric `refused_hosts`.
 
     Raises:
         TaskError: `allowlist`, and the deployment lets tasks have no network.
@@ -49,5 +52,10 @@ async def way_out(
         box.tunnel("127.0.0.1", egress.port) as tunnel,
     ):
         address, inside = f"http://127.0.0.1:{tunnel.port}", "localhost,127.0.0.1,::1"
-        told = {"HTTP_PROXY": address, "HTTPS_PROXY": address, "NO_PROXY": inside}
+        told = dict(zip(VARIABLES, (address, address, inside), strict=True))
         yield told | {name.lower(): value for name, value in told.items()}
+        if ctx is not None and egress.refused:
+            ctx.log.warning(
+                "hosts were refused that a task's programs asked for", hosts=sorted(egress.refused)
+            )
+            ctx.metrics["refused_hosts"] = ctx.metrics.get("refused_hosts", 0) + len(egress.refused)

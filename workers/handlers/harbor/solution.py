@@ -32,7 +32,7 @@ async def solve(ctx: RunContext[HarborTask], trial: Trial, step: StepDirectory) 
     await box.exec(["rm", "-rf", SOLUTION])
     await box.upload(step.solution, SOLUTION)
     limit = min(trial.agent_s(step), ctx.limits.run_timeout_s - ctx.spent_s)
-    async with way_out(box, *trial.network(step.agent)) as variables:
+    async with way_out(box, *trial.network(step.agent), ctx) as variables:
         env = trial.environment(step.agent.user, trial.directory.config.solution.env) | variables
         env.setdefault("DEBIAN_FRONTEND", "noninteractive")
         argv = ["bash", f"{SOLUTION}/solve.sh"]
