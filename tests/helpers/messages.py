@@ -149,6 +149,7 @@ GROUPS = (
                 "InfrastructureError",
                 "ModelError",
                 "NoPython",
+                "NotReady",
                 "RedisAway",
                 "RunDiverged",
                 "SandboxFailure",
@@ -212,7 +213,12 @@ OWN = {
     "from_validation",
 }
 """What is raised and not met by a user."""
-OWN_PLACES = ("sandbox/server/", "workers/handlers/swe/rollout_recorder.py", "rollout/__init__.py")
+OWN_PLACES = (
+    "sandbox/server/",
+    "workers/handlers/harbor/inside/",
+    "workers/handlers/swe/rollout_recorder.py",
+    "rollout/__init__.py",
+)
 LEAST_LETTERS = 12
 """A shorter one says nothing without what it fills in."""
 INTRO = """# Error messages
