@@ -127,6 +127,7 @@ SECONDS = {
     "tests/environments/test_games.py": 15,
     "tests/environments/test_process.py": 20,
     "tests/environments/test_servers.py": 25,
+    "tests/harbor/test_examples.py": 45,
     "tests/inference/test_engine.py": 50,
     "tests/integration/compatibility/test_nemo_gym.py": 20,
     "tests/integration/compatibility/test_prorl.py": 30,

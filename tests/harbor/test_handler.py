@@ -48,25 +48,6 @@ def test_variables_come_from_the_task_and_of_the_workers_own_only_those_that_are
     settings.cache_clear()
 
 
-def test_users_are_those_of_the_image_and_not_kept_apart(play: Play):
-    toml = NO_NETWORK + "[agent]\nuser = '{}'\n[verifier]\nuser = 'root'\n"
-    done = play(bash("echo $USER $LOGNAME $HOME"), toml=toml.format("games"))
-    assert said(done)[0] == "games games /usr/games"
-    assert any("one uid" in warning for warning in done.trajectory.warnings)
-    assert said(play(bash("echo $USER"), toml=NO_NETWORK + "[agent]\nuser = 5\n"))[0] == "games"
-    assert "'nemo'" in refused(play(toml=toml.format("nemo")))
-    assert said(play(bash("echo $USER $HOME")))[0] == "root /root"
-
-
-def test_resources_bound_the_sandbox_and_what_is_not_enforced_is_told(play: Play):
-    toml = NO_NETWORK + "memory_mb = 300\nstorage_mb = 50\ncpus = 2\n"
-    done = play(bash("ulimit -d -f"), toml=toml)
-    assert [int(line.split()[-1]) for line in said(done)[0].splitlines()] == [300 << 10, 50 << 10]
-    assert any("cpus = 2 is not enforced" in warning for warning in done.trajectory.warnings)
-    assert "gpus" in refused(play(toml=NO_NETWORK + "gpus = 1\n"))
-    assert "memory" in refused(play(toml=NO_NETWORK + "memory_mb = 9000000\n"))
-
-
 def test_the_agents_own_time_limit_ends_its_turns_and_they_are_scored(play: Play):
     toml = NO_NETWORK + "[agent]\ntimeout_sec = 2\n"
     done = play(
@@ -116,25 +97,3 @@ def test_skills_are_told_and_what_an_agent_did_before_is_its_history(play: Play)
     assert not done.trajectory.chain.segments[0].sampled, "what came before is not trained on"
     broken = json.dumps({"steps": [{"source": "agent", "message": "x"}, {"source": "nobody"}]})
     assert "trajectory.json, step 2" in refused(play(files={"trajectory.json": broken}))
-
-
-def test_texts_among_the_artifacts_are_kept(play: Play):
-    toml = (
-        "artifacts = ['out.txt', { source = '/srv/reports', destination = 'all' }, 'absent.txt']\n"
-        + NO_NETWORK
-    )
-    made = "mkdir -p /srv/reports/a; echo 1 >out.txt; echo 2 >/srv/reports/a/b; echo 3 >/logs/artifacts/c"
-    done = play(bash(f"{made}; printf '\\377' >/logs/artifacts/binary"), toml=toml)
-    kept = {name: text for name, text in done.trajectory.artifacts.items() if name.startswith("artifacts/")}
-    assert kept == {"artifacts/out.txt": "1\n", "artifacts/all/a/b": "2\n", "artifacts/c": "3\n"}
-    assert done.metrics["artifacts_left_out"] == 1
-
-
-def test_an_image_that_is_not_here_is_told_with_what_makes_it(play: Play):
-    why = refused(play(toml="[environment]\ndocker_image = 'nobody/none:1'\n"))
-    assert "nobody-none-1" in why and "rollout images build" in why
-    why = refused(play(files={"environment/Dockerfile": "FROM base\nRUN true\n"}, toml=""))
-    assert "dockerfile-" in why and "rollout tasks import" in why
-    image = play(bash("touch done.txt"), toml="[environment]\ndocker_image = 'a:1'\n", task={"image": "base"})
-    assert image.reward == 1.0
-    assert "image: " in refused(play(task={"image": "none"}))

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
-
-from tests.helpers.harbor_tasks import MCP_HTTP, MCP_STDIO, NO_NETWORK, Play, bash, calling, refused, said
+from tests.helpers.harbor_tasks import MCP_STDIO, NO_NETWORK, Play, bash, calling, refused, said
 
 
 def server(name: str, transport: str, **more: Any) -> str:
@@ -42,29 +40,6 @@ def test_servers_of_a_task_are_tools_of_the_model(play: Play):
     assert said(done)[7] == '{"calls": 1}'
     assert said(done)[8:10] == ["Error: toy__add: the server has ended", "2"]
     assert "there are: execute_bash" in said(done)[10] and done.reward == 1.0
-
-
-@pytest.mark.parametrize(("transport", "path"), [("streamable-http", "/mcp"), ("sse", "/sse")])
-def test_servers_are_reached_over_http_inside_of_the_sandbox(play: Play, transport: str, path: str):
-    url = f"http://localhost:8765{path}"
-    started = "python3 -c 'import socket; socket.create_connection((\"127.0.0.1\", 8765))'"
-    health = f"command = {json.dumps(started)}, start_period_sec = 30, start_interval_sec = 0.05"
-    toml = (
-        NO_NETWORK
-        + f"healthcheck = {{ {health} }}\n"
-        + server("web", transport, url=url, headers="${NO_SUCH:-sesame}")
-    )
-    steps = "[[steps]]\nname = 'one'\n[[steps]]\nname = 'two'\n"
-    files = {
-        "steps/one/workdir/setup.sh": "python3 server.py >/dev/null 2>/tmp/server.log &",
-        "steps/one/workdir/server.py": MCP_HTTP,
-        "steps/two/workdir/setup.sh": "python3 server.py >/dev/null 2>/tmp/server.log &",
-    }
-    files |= {f"steps/{name}/instruction.md": "Add." for name in ("one", "two")}
-    turns = [calling("web__add", a=2, b=40), "Done.", bash("touch done.txt"), calling("web__count")]
-    done = play(*turns, toml=toml + steps, files=files)
-    assert said(done) == ["42", "[no output]", '{"calls": 1}']
-    assert done.reward_components["step.two"] == 1.0
 
 
 def test_a_server_that_tells_no_tools_is_the_tasks_fault(play: Play):

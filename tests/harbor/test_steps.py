@@ -81,11 +81,6 @@ def test_a_step_that_does_not_earn_enough_is_the_last_one(play: Play):
     assert done.reward == 1.0 and done.metrics["steps_played"] == 1
 
 
-def test_the_last_step_counts_alone_where_the_task_says_so(play: Play):
-    done = played(play, "No.", "No.", bash("touch 3"), first="multi_step_reward_strategy = 'final'")
-    assert done.reward == 1.0 and done.reward_components["step.one"] == 0.0
-
-
 def test_limits_end_all_steps_and_what_was_reached_is_scored(play: Play):
     slow = [bash("touch 1"), "Done.", bash("touch 2; sleep 20", timeout=20)]
     done = played(play, *slow, two="agent = { timeout_sec = 1.5 }")

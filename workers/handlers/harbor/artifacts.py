@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import PurePosixPath
+
 from rollout.suites.harbor.directory import StepDirectory
 from sandbox.client import SandboxClient
 from sandbox.errors import SandboxRequestError
@@ -21,10 +23,15 @@ async def keep_artifacts(
     """
     assert ctx.sandbox is not None
     declared = (*trial.directory.config.artifacts, *step.config.artifacts)
-    wanted = {trial.inside(item.source): item.destination or item.source.strip("/") for item in declared}
+    wanted = {
+        trial.inside(item.source): (item.destination or item.source.strip("/"), item.exclude)
+        for item in declared
+    }
     kept, left_out = 0, 0
-    for place, shown in {**wanted, ARTIFACTS: ""}.items():
+    for place, (shown, exclude) in {**wanted, ARTIFACTS: ("", ())}.items():
         for path in await _files(ctx.sandbox, place):
+            if any(PurePosixPath(path).match(pattern) for pattern in exclude):
+                continue
             text = await _text(ctx.sandbox, path)
             if text is None or kept + len(text.encode()) > MAX_BYTES:
                 left_out += 1

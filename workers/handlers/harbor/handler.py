@@ -116,8 +116,8 @@ class Harbor(AgentHandler[HarborTask]):
         if len(trial.directory.steps) > 1:
             return await steps.evaluate(ctx, trial)
         step = trial.directory.steps[0]
-        await keep_artifacts(ctx, trial, step)
         verdict = await verifier.verify(ctx, trial, step)
+        await keep_artifacts(ctx, trial, step)
         return Reward(verdict.reward, verdict.rewards)
 
 

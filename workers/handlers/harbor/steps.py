@@ -117,8 +117,8 @@ async def _ready(ctx: Ctx, trial: Trial, step: StepDirectory) -> bool:
 
 async def _verified(ctx: Ctx | EvalContext[HarborTask], trial: Trial, step: StepDirectory) -> bool:
     """Verify a step and note what it earned; whether that is enough for the next one."""
-    await keep_artifacts(ctx, trial, step)
     verdict = await verifier.verify(ctx, trial, step)
+    await keep_artifacts(ctx, trial, step)
     note = {"step": step.name, "reward": verdict.reward, "rewards": verdict.rewards}
     _note(ctx, trial.directory.steps.index(step), note)
     least = step.config.min_reward
