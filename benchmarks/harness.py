@@ -221,10 +221,14 @@ def private_host(state: Path, warm: int) -> Iterator[HostClient]:
         asyncio.run(HostClient(state).stop())
 
 
-async def pool_is_full(host: HostClient, warm: int) -> None:
-    """Wait until so many sandboxes are ready, and none starts or ends: nothing measured is to pay for it."""
+async def pool_is_full(host: HostClient, warm: int, used: int = 0) -> None:
+    """Wait until so many sandboxes are ready, and none starts or ends: nothing measured is to pay for it.
+
+    Args:
+        used: How many are in use.
+    """
     async with asyncio.timeout(PATIENCE_S):
-        while not warm <= (stats := await host.stats()).get("warm", 0) == stats.get("known"):
+        while not warm <= (stats := await host.stats()).get("warm", 0) == stats.get("known") - used:
             await asyncio.sleep(0.01)
 
 

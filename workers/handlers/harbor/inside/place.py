@@ -284,7 +284,7 @@ class Placing:
 
     def __init__(self, rules):
         self._rules, self.withheld, self.placed = rules, [], 0
-        self._modes, self._links = [], []
+        self._modes, self._links, self._real = [], [], set()
 
     def run(self, archive, removed):
         """Take away, then make directories, files and links."""
@@ -316,7 +316,7 @@ class Placing:
 
     def _try(self, path, kind, read, make):
         why = self._rules.objection(path, kind, read)
-        if why is None and os.path.realpath(posixpath.dirname(path)) != posixpath.dirname(path):
+        if why is None and not self._is_real(posixpath.dirname(path)):
             why = "lies below a link of the image"
         if why is None:
             try:
@@ -326,6 +326,12 @@ class Placing:
                 why = f"cannot be put there: {error}"
         if why not in (None, LEFT_BEHIND) and kind != "directory":  # of those, what is in them is told
             self.withheld.append((path, why))
+
+    def _is_real(self, directory):
+        """Whether no link leads there; links are made last, so that what was none stays none."""
+        if directory not in self._real and os.path.realpath(directory) == directory:
+            self._real.add(directory)
+        return directory in self._real
 
     def _remove(self, path):
         if os.path.isdir(path) and not os.path.islink(path):
