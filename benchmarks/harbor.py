@@ -3,8 +3,10 @@
 overhead_s   EVAL of a task by the service's stage (the agent's files into a fresh sandbox of a pool that is
              full, tests, reward) over `bash /tests/test.sh` by hand in the agent's sandbox. They take turns
              with each rollout, first one and then the other; the figure is the median of their differences.
+build_…      an image of a Dockerfile, from its base on, and again with nothing changed (`_dockerfile.py`)
+check_…      small tasks that `rollout tasks check` gets through in a minute (`_task_checks.py`)
 
-Each figure is a function of `MEASURES`: it gives results by key, and what else is worth knowing.
+Each is a function of `MEASURES`: it gives results by key, and what else is worth knowing.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from typing import Any
 import structlog
 
 from benchmarks import harness
+from benchmarks._dockerfile import measure as measure_builds
+from benchmarks._task_checks import check_tasks_per_min
 from rollout.schema import RolloutRequest
 from sandbox.host_client import HostClient
 from tests.helpers.harbor_agents import LIMITS, OFFLINE
@@ -94,8 +98,18 @@ def overhead(options: harness.Options, directory: Path) -> tuple[dict[str, float
     return {"overhead_s": over["median"]}, {"overhead_s": over, "seconds": harness.summaries(turns)}
 
 
+def builds(options: harness.Options, directory: Path) -> tuple[dict[str, float], dict[str, Any]]:
+    """Builds of Dockerfiles."""
+    return dict(measure_builds(options.rounds)), {}
+
+
+def checks(options: harness.Options, directory: Path) -> tuple[dict[str, float], dict[str, Any]]:
+    """Checks of tasks."""
+    return {"check_tasks_per_min": check_tasks_per_min(directory / "suite")}, {}
+
+
 Measure = Callable[[harness.Options, Path], tuple[dict[str, float], dict[str, Any]]]
-MEASURES: Sequence[Measure] = (overhead,)
+MEASURES: Sequence[Measure] = (overhead, builds, checks)
 
 
 def main(options: harness.Options) -> harness.Report:
