@@ -113,6 +113,7 @@ def pytest_runtest_setup(item):
 
 SECONDS = {
     "tests/attacks/test_gateway.py": 36,
+    "tests/attacks/test_harbor_reward.py": 90,
     "tests/attacks/test_server.py": 110,
     "tests/attacks/test_swe_reward.py": 131,
     "tests/chaos/test_batches.py": 34,

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
-
-import pytest
 
 from rollout.schema import Blame, Rollout, State
-from tests.helpers.harbor_agents import LIMITS, OFFLINE, own_node, roll, roll_many
+from tests.helpers.harbor_agents import LIMITS, OFFLINE, roll, roll_many
 from tests.helpers.harbor_tasks import request, write_task
 from workers.handlers.harbor import carry, verifier
-
-
-@pytest.fixture(scope="module", autouse=True)
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A node of these tests' own."""
-    with own_node(tmp_path_factory.mktemp("bundles")):
-        yield
 
 
 def log_of(rollout: Rollout) -> str:
