@@ -115,7 +115,7 @@ SECONDS = {
     "tests/attacks/test_gateway.py": 36,
     "tests/attacks/test_harbor_reward.py": 90,
     "tests/attacks/test_server.py": 110,
-    "tests/attacks/test_swe_reward.py": 131,
+    "tests/attacks/test_swe_reward.py": 155,
     "tests/chaos/test_batches.py": 34,
     "tests/chaos/test_clocks.py": 30,
     "tests/chaos/test_handlers.py": 37,
@@ -176,13 +176,15 @@ SECONDS = {
     "tests/slurm/test_cluster_run.py": 270,
     "tests/swe/test_datasets.py": 45,
     "tests/swe/test_instances.py": 41,
-    "tests/swe/test_patches.py": 49,
+    "tests/swe/test_patches.py": 60,
     "tests/task_checks/test_faults.py": 60,
     "tests/task_checks/test_packages.py": 25,
     "tests/unit/capture/test_chains.py": 30,
     "tests/unit/capture/test_fuzz.py": 30,
     "tests/unit/test_engine_streams.py": 50,
     "tests/unit/test_published_formats.py": 30,
+    "tests/unit/test_swe_judging.py": 15,
+    "tests/unit/test_swe_specifications.py": 10,
 }
 """About what a file takes, or the longest test of one whose tests run apart; a test of another file 0.3 s.
 Only for the order."""
