@@ -208,7 +208,7 @@ OWN = {
     "EditError",
     # One part of ours tells another, which catches it.
     *("AssertionError", "AttributeError", "FrameTooLarge", "HTTPError", "LeaseLost", "OvertakenError"),
-    *("ServerError", "UpdateConflict"),
+    *("ServerError", "UpdateConflict", "NoOracle"),
     # It begins the name of a field; pydantic words the rest.
     "from_validation",
 }
