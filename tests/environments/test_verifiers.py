@@ -196,11 +196,13 @@ def test_rows_name_the_tasks_of_a_set_and_the_sandbox_that_they_want(words):
     assert all(Verifiers.Task.model_validate(row) for row in rows)
 
 
-@pytest.mark.parametrize("env", ["rollout-test-nothing", "harbor"])
-def test_sets_that_cannot_be_played_are_refused(package, env):
+def test_a_set_with_agents_of_its_own_is_refused(package):
     package("verifiers")
-    rollout = played({"env": env}, Action(content="x"))
-    assert (rollout.reward, rollout.error.blame) == (None, "task")
+    rollout = played({"env": "harbor"}, Action(content="x"))
+    assert (rollout.reward, rollout.error.blame) == (
+        None,
+        "task",
+    ) and "Env of its own" in rollout.error.message
 
 
 @pytest.mark.may_skip

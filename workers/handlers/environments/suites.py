@@ -10,7 +10,6 @@ from typing import Any, Literal
 from pydantic import Field
 
 from rollout.image_names import local_name
-from rollout.schema import Stage
 from rollout.trajectory import FinishReason, Message, ToolCall
 from sandbox.client import ExecResult, SandboxClient
 from sandbox.errors import SandboxRequestError
@@ -28,7 +27,7 @@ from workers.handlers.environments.base import (
     TaskT,
     checked_reward,
 )
-from workers.handlers.environments.process import INSIDE, LEAST_RESET_S, Foreign, ProcessEnvironment
+from workers.handlers.environments.process import INSIDE, Foreign, ProcessEnvironment
 from workers.handlers.oracle import NoOracle
 
 NO_EXIT_CODE = 124
@@ -155,7 +154,6 @@ class Verifiers(EnvironmentHandler[VerifiersTask]):
     """Works on a task of verifiers; its rewards are those of the task's own hooks, or of its rubric."""
 
     name = "verifiers"
-    repeatable = (Stage.EVAL,)
     Task = VerifiersTask
     foreign = Foreign("verifiers", INSIDE / "verifiers.py")
     before = Foreign("verifiers-old", INSIDE / "verifiers_old.py")
@@ -183,7 +181,7 @@ class Taskset(Suite):
 
     def __init__(self, kind: Foreign, ctx: RunContext[VerifiersTask]) -> None:
         super().__init__(kind, ctx)
-        self._box, self._workdir, self._limit_s = ctx.sandbox, ctx.task.workdir, ctx.limits.tool_timeout_s
+        self._box, self._workdir, self._limits = ctx.sandbox, ctx.task.workdir, ctx.limits
 
     async def reset(self, task: Any, seed: int) -> Opening:
         opening = await super().reset(task, seed)
@@ -198,7 +196,7 @@ class Taskset(Suite):
         told = await super().told(attempt)
         tool = next((tool for tool in self.tools if tool.name == told.get("name")), None)
         if tool is not None and self._box is not None and isinstance(attempt, ToolCall):
-            context = ToolContext(self._box, self._limit_s, attempt.id)
+            context = ToolContext(self._box, self._limits.tool_timeout_s, attempt.id)
             told["result"] = (await tool(attempt.arguments, context)).text
         return told
 
@@ -215,7 +213,7 @@ class Taskset(Suite):
 
     async def _done(self, box: SandboxClient, payload: dict[str, Any]) -> Any:
         if "exec" in payload:
-            limit_s = max(self._limit_s, LEAST_RESET_S)
+            limit_s = self._limits.eval_timeout_s
             return _program_result(
                 await box.exec(payload["exec"], limit_s, cwd=self._workdir, env=payload["env"])
             )
