@@ -196,6 +196,15 @@ def test_rows_name_the_tasks_of_a_set_and_the_sandbox_that_they_want(words):
     assert all(Verifiers.Task.model_validate(row) for row in rows)
 
 
+@pytest.mark.parametrize(
+    "args", [{"system_prompt": "/etc/passwd"}, {"task": {"rewards": {"x": {"fn": "/etc/hosts.py:reward"}}}}]
+)
+def test_a_task_names_no_function_and_no_file_of_the_node(words, args):
+    rollout = played(words | {"args": args}, Action(content="blue"))
+    assert (rollout.reward, rollout.error.blame) == (None, "task")
+    assert "name no functions" in rollout.error.message and "root:" not in rollout.model_dump_json()
+
+
 def test_a_set_with_agents_of_its_own_is_refused(package):
     package("verifiers")
     rollout = played({"env": "harbor"}, Action(content="x"))

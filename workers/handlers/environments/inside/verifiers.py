@@ -24,7 +24,11 @@ def _taskset(env, args):
         raise ValueError(
             f"{env} has an Env of its own, which plays several agents: no rollout does that here"
         )
-    return taskset_class(env)(taskset_config_type(env).model_validate({"id": env, **args}))
+    config = taskset_config_type(env).model_validate({"id": env, **args})
+    plugged = [*config.task.stops.values(), *config.task.metrics.values(), *config.task.rewards.values()]
+    if config.system_prompt or any(one.fn for one in plugged):
+        raise ValueError("`args` of a task name no functions and no files of the worker's node")
+    return taskset_class(env)(config)
 
 
 class Box(vf.Runtime):
