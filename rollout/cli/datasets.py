@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -111,6 +113,7 @@ def convert(
 @click.option("--handler", shell_complete=complete_handlers, help="Of its tasks. [default: as the map says]")
 @click.option("--no-check", is_flag=True, help="Do not check the tasks against the handler's schema.")
 @click.option("--replace", is_flag=True, help="Take the place of what has this name.")
+@click.option("--images", is_flag=True, help="Make the images that its tasks lack here, too.")
 @dataset_options
 @url_option
 def import_(
@@ -119,6 +122,7 @@ def import_(
     handler: str | None,
     no_check: bool,
     replace: bool,
+    images: bool,
     url: str | None,
     **dataset: Any,
 ) -> None:
@@ -136,7 +140,13 @@ def import_(
         if fitting.wrong or not fitting.good:
             raise DatasetError(f"{fitting}: nothing is imported")
     click.echo(f"{name}: {fitting.good} tasks of {source.handler} in {place(described)}", err=True)
-    _tell_images(described)
+    command = _images_command(described)
+    if command and images:
+        raise click.exceptions.Exit(
+            subprocess.run([sys.executable, "-m", "rollout.cli", *command]).returncode
+        )
+    if command:
+        click.echo(f"  rollout {shlex.join(command)}     makes them", err=True)
 
 
 class _Fitting:
@@ -173,27 +183,21 @@ def _schema(source: Tasks, url: str | None) -> dict[str, Any]:
     return schemas[source.handler]
 
 
-def _tell_images(dataset: Imported) -> None:
-    """Say which images are not here, as far as what reads them is installed."""
+def _images_command(dataset: Imported) -> list[str]:
+    """Say which images are not here, and answer what makes them; [] = none is missing, or nobody can tell."""
     point = next((p for p in entry_points(group=IMAGE_READERS) if p.name == dataset.handler), None)
-    if point is None:
-        return
     here = Path(os.environ.get("ROLLOUT_IMAGES") or home().with_name("images"))
     try:
-        wanted = [image for image, _ in point.load()(place(dataset))]
-    except ModuleNotFoundError as error:
-        click.echo(f"its images were not looked for: that needs the package {error.name!r}", err=True)
-        return
-    missing = [
-        image for image in wanted if not any((here / f"{image}{end}").exists() for end in ("", ".sif"))
-    ]
-    if missing:
-        some = ", ".join(missing[:SHOWN]) + (" …" if len(missing) > SHOWN else "")
-        click.echo(f"{len(missing)} of {len(wanted)} images are not in {here}: {some}", err=True)
-        click.echo(
-            f"  rollout images build --dataset {place(dataset)} --reader {dataset.handler}     makes them",
-            err=True,
-        )
+        wanted = [name for name, _ in point.load()(place(dataset))] if point else []
+    except Exception as error:  # of a package that is no part of the client, and may not be installed
+        click.echo(f"its images were not looked for: {error}", err=True)
+        return []
+    missing = [name for name in wanted if not any((here / f"{name}{end}").exists() for end in ("", ".sif"))]
+    if not missing:
+        return []
+    some = ", ".join(missing[:SHOWN]) + (" …" if len(missing) > SHOWN else "")
+    click.echo(f"{len(missing)} of {len(wanted)} images are not in {here}: {some}", err=True)
+    return ["images", "build", "--dataset", str(place(dataset)), "--reader", dataset.handler]
 
 
 @tasks.command("list")
