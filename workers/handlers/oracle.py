@@ -1,6 +1,6 @@
 """What a handler may know of its tasks besides their schema: how one is solved, and what no agent may see.
 
-All three are optional methods of a handler, and only `rollout tasks check` calls them. No worker does.
+These are optional methods of a handler, and only `rollout tasks check` calls them. No worker does.
 """
 
 from __future__ import annotations
@@ -50,6 +50,14 @@ class Solves(Protocol):
             NoOracle: The task brings no solution.
             TaskError: The solution cannot be carried out.
         """
+
+
+@runtime_checkable
+class Knows(Protocol):
+    """A handler some of whose tasks need a part that a check does not have, such as a simulated user."""
+
+    def known(self, task: Any) -> Any:
+        """The task with something fixed in the place of that part, in which doing nothing is played, too."""
 
 
 @runtime_checkable

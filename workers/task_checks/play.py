@@ -20,7 +20,7 @@ from workers.agent.loop import AgentLoop
 from workers.agent.parsing import ParsedTurn
 from workers.agent.replay import ReplayRouter
 from workers.handlers.base import AgentHandler, RunContext
-from workers.handlers.oracle import NoOracle, Says, Solves
+from workers.handlers.oracle import Knows, NoOracle, Says, Solves
 from workers.inprocess import InProcess
 from workers.task_checks.leaks import Searched, search
 
@@ -92,7 +92,7 @@ async def play_oracle(handler: AgentHandler[Any], request: RolloutRequest, setti
         try:
             if isinstance(handler, Solves):
                 ctx.agent = Reciter(ctx, handler, [NOTHING])
-                await ctx.agent.start(await _opening(handler, ctx))
+                await ctx.agent.start([])
                 return await handler.solve(ctx)
             said = handler.solution(ctx.task) if isinstance(handler, Says) else None
             said = await said if inspect.isawaitable(said) else said
@@ -107,13 +107,6 @@ async def play_oracle(handler: AgentHandler[Any], request: RolloutRequest, setti
     return await _play(handler, request, settings, run, played)
 
 
-async def _opening(handler: AgentHandler[Any], ctx: RunContext[Any]) -> list[Message]:
-    try:
-        return await handler.opening(ctx)
-    except NotImplementedError:
-        return []
-
-
 async def play_nothing(
     handler: AgentHandler[Any], request: RolloutRequest, settings: Settings, *, look: bool, thorough: bool
 ) -> Played:
@@ -122,6 +115,8 @@ async def play_nothing(
 
     async def run(ctx: RunContext[Any]) -> FinishReason:
         ctx.agent = Reciter(ctx, handler, [NOTHING])
+        if isinstance(handler, Knows):
+            ctx.task = handler.known(ctx.task)
         reason = await handler.run(ctx)
         if look and ctx.sandbox is not None:
             # Behind the turns: it ends what runs in the sandbox, which a task may need.
