@@ -1,4 +1,4 @@
-"""Makes the tables of docs/cli.md, redis.md and settings.md from the source: `python -m docs.make_tables`."""
+"""Makes the tables of docs/cli.md, redis.md, settings.md and suites.md: `python -m docs.make_tables`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import click
 from pydantic import SecretStr
 
 from rollout.cli import main
+from rollout.suites.catalogue import catalogue
 from services.settings import ENV_PREFIX, Settings
 from services.state import keys
 
@@ -66,11 +67,26 @@ def _commands() -> list[str]:
     return rows
 
 
+def _suites() -> list[str]:
+    rows = ["| name | handler | form | from | licence | checked |", "|---|---|---|---|---|---|"]
+    for known in catalogue():
+        cells = (
+            f"`{known.name}`",
+            f"`{known.handler}`",
+            known.form,
+            known.origin,
+            known.licence,
+            known.checked,
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
 def pages() -> dict[Path, str]:
     """Each page with its table made anew."""
     of_keys = [f"| `{key}` | {text} |" for key, text in sorted(described_keys().items())]
     of_redis = ["| key | type: what it holds |", "|---|---|", *of_keys]
-    tables = {"cli": _commands(), "redis": of_redis, "settings": _settings()}
+    tables = {"cli": _commands(), "redis": of_redis, "settings": _settings(), "suites": _suites()}
     paths = {Path(__file__).with_name(f"{name}.md"): table for name, table in tables.items()}
     made = {}
     for path, table in paths.items():

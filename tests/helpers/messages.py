@@ -207,8 +207,8 @@ OWN = {
     # The agent reads them as the answer of its tool, and goes on.
     "EditError",
     # One part of ours tells another, which catches it.
-    *("AssertionError", "AttributeError", "FrameTooLarge", "HTTPError", "LeaseLost", "OvertakenError"),
-    *("ServerError", "UpdateConflict", "NoOracle"),
+    *("AssertionError", "AttributeError", "FrameTooLarge", "HTTPError", "LeaseLost", "NoOracle"),
+    *("OvertakenError", "ServerError", "UpdateConflict"),
     # It begins the name of a field; pydantic words the rest.
     "from_validation",
 }
