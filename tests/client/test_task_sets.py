@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,17 @@ def test_the_row_of_each_known_set_makes_a_task_of_its_handler(known):
     task: dict[str, Any] = load_map(known.map).apply(row) if known.map else dict(known.sample)
     handler.check_task(task)
     assert known.get and known.licence and known.checked
+
+
+def test_a_light_install_lists_the_check_and_says_what_it_needs(monkeypatch):
+    absent = EntryPoint("check", "rollout_absent.commands:check", "rollout.commands.tasks")
+    points = {"rollout.commands.tasks": [absent]}
+    monkeypatch.setattr("rollout.cli.points.entry_points", lambda group: points.get(group, []))
+    shown = call("--help").stdout
+    assert "convert" in shown and "import" in shown and "Check that tasks can be solved" in shown
+    refused = call("check", "rows.jsonl")
+    assert refused.exit_code == 1
+    assert "`rollout tasks check` needs the Python package 'rollout_absent': pip install" in refused.stderr
 
 
 def test_what_is_half_written_is_no_dataset(tmp_path):

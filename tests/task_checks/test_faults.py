@@ -60,7 +60,9 @@ rm -f setup.sh
 
 def planted(root: Path) -> dict[str, str]:
     """Tasks with a fault each; name → verdict."""
-    write_task(root / "good")
+    # Its tests compare with what the agent was given.
+    data = "".join(f"{n},a row of what the agent works on\n" for n in range(9))
+    step(root / "good", **{"workdir/data.csv": data, "tests/data.csv": data})
     write_task(root / "flaky", test="echo 0.1$(date +%N) >/logs/verifier/reward.txt")
     write_task(root / "free", test="echo 1 >/logs/verifier/reward.txt")
     write_task(root / "silent", test="true")
@@ -111,7 +113,8 @@ def test_each_planted_fault_of_a_harbor_task_is_found(checked, tmp_path):
     good = found["good"]
     assert good["oracle"] == [1.0, 1.0] and set(good["nop"]) == {0.0}
     assert {"init", "oracle", "verify", "total"} <= good["seconds"].keys()
-    assert good["searched"]["complete"] and not good["searched"]["found"]
+    assert good["searched"]["complete"] and [leak["fault"] for leak in good["searched"]["found"]] == [False]
+    assert good["notes"][0].startswith("steps/only/tests/data.csv is in /")
     Report.model_validate(report)
 
 

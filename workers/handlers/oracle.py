@@ -27,6 +27,8 @@ class Hidden:
     """What to look for: of a text its most telling lines, of bytes some pieces."""
     secret: bool = False
     """Whether it is one value, such as a key, which may be a part of a line or a variable."""
+    given: bool = False
+    """Whether the agent may have been given it, as data that tests compare with: found, it is no fault."""
     repository: str | None = None
     """Directory of a git repository that must hold no commit to which its HEAD and tags do not lead."""
 

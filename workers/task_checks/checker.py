@@ -111,7 +111,10 @@ class Checker:
         _judge_nothing(check)
         check.searched = first.searched
         for leak in first.searched.found if first.searched else ():
-            check.blame(Verdict.LEAKS, str(leak))
+            if leak.fault:
+                check.blame(Verdict.LEAKS, str(leak))
+            else:
+                check.notes.append(str(leak))
         if first.searched and not first.searched.complete:
             check.notes.append("the sandbox was looked through in part")
 

@@ -35,6 +35,8 @@ class Leak(BaseModel):
 
     what: str
     where: str
+    fault: bool = True
+    """False: it may have been given to the agent."""
 
     def __str__(self) -> str:
         return f"{self.what} {self.where}"
@@ -88,6 +90,9 @@ async def search(box: SandboxClient, handler: Any, task: Any, thorough: bool = F
     if done.exit_code != 0:
         raise InfrastructureError(f"the sandbox cannot be looked through: {done.stderr[-500:] or done}")
     searched = Searched(**json.loads(done.stdout), too_short=too_short)
+    given = {item.what for item in hidden if item.given}
+    for leak in searched.found:
+        leak.fault = leak.what not in given
     for item in secrets if shown is not None else ():
         if _text(item) in shown.output:
             searched.found.append(Leak(what=item.what, where="is in a variable or an argument of a process"))

@@ -16,6 +16,8 @@ from workers.handlers.harbor.trial import SOLUTION, Trial
 from workers.handlers.oracle import Hidden, NoOracle
 
 MAX_HIDDEN_BYTES = 1 << 20
+DATA = frozenset((".csv", ".dat", ".html", ".jpg", ".json", ".jsonl", ".md", ".png", ".tsv", ".txt", ".xml"))
+"""Files of tests that may well be those that the agent works on."""
 
 
 async def solve(ctx: RunContext[HarborTask], trial: Trial, step: StepDirectory) -> None:
@@ -54,7 +56,9 @@ async def hidden(task: HarborTask) -> Sequence[Hidden]:
         for folder in filter(None, (*step.tests, step.solution)):
             for file in sorted(folder.rglob("*")):
                 if file.is_file() and file.stat().st_size <= MAX_HIDDEN_BYTES:
-                    found[file] = Hidden(str(file.relative_to(directory.path)), file.read_bytes())
+                    name, data = str(file.relative_to(directory.path)), file.suffix in DATA
+                    given = data and folder != step.solution
+                    found[file] = Hidden(name, file.read_bytes(), given=given)
         for name, value in step.verifier.env.items():
             if value and "${" not in value and directory.config.environment.env.get(name) != value:
                 values.append(Hidden(f"verifier.env {name}", value, secret=len(value) >= 8))
