@@ -77,9 +77,9 @@ SHARED = {
     "service": tuple(
         f"tests/integration/test_{name}.py"
         for name in (
-            *("alerts", "api", "autoscale", "backends_api", "cancel", "cli", "docs", "exports", "faults"),
-            *("fleet", "flower", "policy_tokens", "results", "scorers", "slots", "top", "trainer_records"),
-            *("typed_arrays", "webhooks"),
+            *("alerts", "api", "autoscale", "backends_api", "cancel", "cli", "docs", "environments"),
+            *("exports", "faults", "fleet", "flower", "policy_tokens", "results", "scorers", "slots", "top"),
+            *("trainer_records", "typed_arrays", "webhooks"),
         )
     ),
     "broken service": tuple(
