@@ -262,6 +262,7 @@ class Settings(BaseModel):
     )
     environment_servers: str = Field(
         "",
+        pattern=r"^(\s*[\w.-]+=https?://[^\s,]+\s*(,|$))*$",
         description="Servers of environments that tasks may name, as `name=url`, separated by commas.",
     )
     simulator_url: str = Field(

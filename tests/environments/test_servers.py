@@ -12,6 +12,7 @@ import urllib.request
 import pytest
 
 from rollout.schema import State
+from services.settings import Settings, SettingsError
 from tests.helpers.gym_collector import HOME, RELEASES
 from tests.helpers.stack import ROOT, free_port, wait_until
 from workers.agent.replay import Action, Call
@@ -126,6 +127,12 @@ def test_a_tenant_names_no_server_that_the_operator_did_not(counter):
     for server, blame in (("http://127.0.0.1:9", "task"), ("gone", "infrastructure")):
         (rollout,) = play(NemoGym(), counter() | {"server": server}, [], limits={"max_attempts": 1})
         assert (rollout.state, rollout.error.blame) == (State.FAILED, blame)
+
+
+def test_servers_that_have_no_name_or_no_url_are_refused_at_the_start():
+    for wrong in ("http://10.0.0.7:9001", "counter=10.0.0.7:9001", "a=http://b c=http://d"):
+        with pytest.raises(SettingsError, match="ROLLOUT_ENVIRONMENT_SERVERS"):
+            Settings.from_env({"ROLLOUT_ENVIRONMENT_SERVERS": wrong})
 
 
 @pytest.fixture
