@@ -220,6 +220,7 @@ class Builder:
             lease = self.store.cache.hold(name)
             if lease is not None:
                 self.leases.enter_context(lease)
+                self.steps.close(tree)
                 # Made anew it is another one: what was built on the first may not go with the second.
                 return hash_of(name, (tree / "id").read_text()), [f"{name}/upper", *lowers]
 

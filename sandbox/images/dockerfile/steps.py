@@ -113,7 +113,7 @@ class Steps:
 
     def prepare(self, layer: Path, request: Mapping[str, Any]) -> None:
         """Make the directories of a layer, or of what only looks at some."""
-        layer.chmod(0o711)
+        self.close(layer)
         for part in PARTS:
             (layer / part).mkdir()
             (layer / part).chmod(0o1777 if part == "shm" else 0o755)
@@ -123,6 +123,12 @@ class Steps:
             if "/" not in name:
                 (layer / "pipes" / name).write_text(text)
                 (layer / "pipes" / name).chmod(0o755)
+
+    def close(self, layer: Path) -> None:
+        """To all but the steps' user: a directory below may be open to everybody, as a /tmp is."""
+        if self.user is not None:
+            os.chown(layer, -1, self.user)
+        layer.chmod(0o710)
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
