@@ -24,6 +24,7 @@ from sandbox.errors import ImageError
 from sandbox.images import ImageStore, image_config, squashfs
 from sandbox.images.dockerfile import build, image_name, lines, load, words
 from sandbox.images.dockerfile.builder import local_name
+from tests.helpers.blocking import SyncHostClient, sandbox_of
 from tests.helpers.sandboxes import small_image
 from tests.sandbox.test_unprivileged import AS_NOBODY, NOBODY, ROOT, python_for
 
@@ -416,6 +417,19 @@ def test_what_is_copied_lies_where_docker_puts_it(home, context, tmp_path):
     assert build(directory, output=printed.append) == image
     assert "built of the same already" in printed[-1]
     assert time.monotonic() - begun < 1.5  # 45 ms; see benchmarks/harbor.py
+
+
+def test_a_sandbox_starts_from_what_was_built_and_has_what_it_declares(home, context, state):
+    directory = context(
+        "FROM base\nENV GREETING='hello  there' PATH=/opt/own:$PATH\nWORKDIR /app\nCOPY hi /opt/own/hi\n"
+        "RUN chmod 755 /opt/own/hi && useradd agent && mkdir /srv/d && mv /srv/d /srv/e\n",
+        hi="#!/bin/sh\necho $GREETING\n",
+    )
+    build(directory, "mine")
+    with sandbox_of(SyncHostClient(state), runtime="apptainer", image="mine") as (_, client):
+        result = client.bash('echo "$GREETING"; hi; echo /srv/* /app; touch /app/x && rm -r /srv/e; id agent')
+    assert result.output.splitlines()[:3] == ["hello  there", "hello there", "/srv/e /app"]
+    assert "(agent)" in result.output
 
 
 def test_installers_find_a_root_that_may_do_all_they_ask(home, context, tmp_path):
