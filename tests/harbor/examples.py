@@ -117,6 +117,12 @@ EXAMPLES = {
     "of a variable that nobody gives": Example(
         "[environment]\nenv = { KEY = '${NO_SUCH}' }\n", reward=None, warned="ROLLOUT_TASK_VARIABLES"
     ),
+    "of a variable that its verifier misses": Example(
+        NO_NETWORK + "[[steps]]\nname = 'one'\n[steps.verifier]\nenv = { KEY = '${NO_SUCH}' }\n",
+        parts=steps("one"),
+        reward=None,
+        warned="NO_SUCH",
+    ),
     "of a user": Example(
         NO_NETWORK + "[agent]\nuser = 'games'\n[verifier]\nuser = 'root'\n",
         turns=(bash("echo $USER $LOGNAME $HOME"), bash("touch done.txt")),

@@ -42,6 +42,15 @@ def test_servers_of_a_task_are_tools_of_the_model(play: Play):
     assert "there are: execute_bash" in said(done)[10] and done.reward == 1.0
 
 
+def test_an_agent_that_breaks_its_servers_keeps_its_score(play: Play):
+    toml = NO_NETWORK + server("toy", "stdio", command="python3", args=["-c", MCP_STDIO])
+    toml += "[[steps]]\nname = 'one'\n[[steps]]\nname = 'two'\n"
+    files = {f"steps/{name}/instruction.md": "Add." for name in ("one", "two")}
+    broken = bash("touch done.txt; rm -rf /tmp/rollout-mcp; touch /tmp/rollout-mcp")
+    done = play(broken, "Done.", calling("toy__count"), toml=toml, files=files)
+    assert done.reward == 1.0 and said(done)[1].startswith("Error: toy__count: ")
+
+
 def test_a_server_that_tells_no_tools_is_the_tasks_fault(play: Play):
     toml = NO_NETWORK + server("gone", "streamable-http", url="http://localhost:1/mcp")
     toml += server("none", "stdio", command="no-such-program")

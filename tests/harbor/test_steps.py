@@ -102,6 +102,8 @@ def test_an_agent_that_breaks_the_next_step_ends_there_and_keeps_its_score(play:
     done = played(play, bash("touch 1 broken"), "Done.", two=health)
     assert done.reward == 1.0 and done.metrics["steps_played"] == 1
     assert any("steps end before two" in warning for warning in done.trajectory.warnings)
+    done = played(play, bash("touch 1; cd /; mv /work /elsewhere; echo >/work"), "Done.")
+    assert done.metrics["steps_played"] == 1 and done.error is None
     failing = {"steps/one/workdir/setup.sh": "echo no such thing; exit 3"}
     why = refused(played(play, files=failing))
     assert "setup.sh of step one" in why and "no such thing" in why

@@ -33,7 +33,7 @@ class Harbor(AgentHandler[HarborTask]):
 
     async def init(self, ctx: InitContext[HarborTask]) -> None:
         trial = await trial_of(ctx)
-        trial.warnings()  # refuses what the deployment does not give
+        trial.check()
         step = trial.directory.steps[0]
         if ctx.request.agent is not None:
             _check_program(trial)
@@ -91,7 +91,9 @@ class Harbor(AgentHandler[HarborTask]):
                 # Of a step before there may be some that lead nowhere now.
                 none = dict.fromkeys([*VARIABLES, *map(str.lower, VARIABLES)], "")
                 await ctx.sandbox.setup(variables or none)
-            yield [*self.tools, *await mcp.tools_of(ctx.sandbox, trial)]
+            # Later the agent may have broken what its servers are reached by, and its calls start it again.
+            first = step is trial.directory.steps[0]
+            yield [*self.tools, *(await mcp.tools_of(ctx.sandbox, trial) if first else ())]
 
     async def solve(self, ctx: RunContext[HarborTask]) -> FinishReason:
         """Play the task's own solution in the agent's place.

@@ -65,10 +65,10 @@ async def tools_of(box: SandboxClient, trial: Trial) -> list[Tool]:
     tools: dict[str, Tool] = {}
     for server in servers:
         answer = told.get(server.name, {})
-        if not isinstance(answer.get("tools"), list):
+        if not isinstance(answer.get("result"), list):
             why = str(answer.get("error"))[:TAIL]
             raise TaskError(f"environment.mcp_servers: {server.name}: it does not tell its tools: {why}")
-        for tool in answer["tools"]:
+        for tool in answer["result"]:
             if isinstance(tool, dict) and isinstance(tool.get("name"), str):
                 made = McpTool(server.name, tool)
                 tools.setdefault(made.name, made)

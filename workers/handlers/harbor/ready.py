@@ -8,6 +8,7 @@ import shlex
 from rollout.suites.harbor.config import HealthcheckConfig
 from rollout.suites.harbor.directory import StepDirectory
 from sandbox.client import BashResult, SandboxClient
+from sandbox.errors import SandboxRequestError
 from workers.errors import TaskError
 from workers.handlers.harbor.trial import AGENT_LOGS, ARTIFACTS, VERIFIER_LOGS, Trial
 
@@ -36,7 +37,10 @@ async def begin(box: SandboxClient, trial: Trial, step: StepDirectory) -> None:
     """
     await box.bash(f"cd {shlex.quote(trial.workdir)}")
     if step.workdir is not None:
-        await box.upload(step.workdir, trial.workdir)
+        try:
+            await box.upload(step.workdir, trial.workdir)
+        except SandboxRequestError as error:  # an agent was there before
+            raise NotReady(f"the files of step {step.name} find no place: {error}") from error
         if (step.workdir / "setup.sh").is_file():
             limit = trial.timeout(trial.directory.config.environment.build_timeout_sec)
             _require(await box.bash("bash ./setup.sh", limit), f"setup.sh of step {step.name}")

@@ -102,6 +102,17 @@ class Trial:
         """A path of the task's as one of the sandbox."""
         return str(PurePosixPath(self.workdir, path))
 
+    def check(self) -> None:
+        """Refuse, before an agent has worked, what would fail after it has.
+
+        Raises:
+            TaskError: A user, a variable or a network that there is not.
+        """
+        for step in self.directory.steps:
+            self.environment(step.agent.user)
+            self.environment(step.verifier.user, step.verifier.env)
+        self.warnings()
+
     def warnings(self, *, by_program: bool = False) -> list[str]:
         """What is not done as the task has it.
 

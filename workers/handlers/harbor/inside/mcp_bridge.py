@@ -6,6 +6,7 @@ the sandbox's server, whatever the image has.
 """
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -26,6 +27,7 @@ MOST_BYTES = 4 << 20  # of a message
 MOST_TOOLS, MOST_PAGES = 128, 20  # of a server
 ANSWER_BYTES = 1 << 20  # of an answer to the worker
 BUSY_S, LOOKS_S = 5.0, (0.01, 0.1)  # after a request it looks for the next one more often
+WRITTEN_S = 2.0  # for a request to be written whole
 
 
 class Failed(Exception):
@@ -33,7 +35,9 @@ class Failed(Exception):
 
 
 class Session:
-    """One server: the handshake, requests and their answers; how messages travel is the subclasses'."""
+    """One server: requests and their answers. How messages travel is the subclasses'."""
+
+    alive = True
 
     def __init__(self, told):
         self.told = told
@@ -47,18 +51,18 @@ class Session:
         self.send({"jsonrpc": "2.0", "method": "notifications/initialized"}, START_S)
 
     def tools(self):
-        found, cursor = [], None
+        found, params = [], {}
         for _ in range(MOST_PAGES):
-            page = self.request("tools/list", {"cursor": cursor} if cursor else {}, START_S)
+            page = self.request("tools/list", params, START_S)
             found += page.get("tools") or []
-            cursor = page.get("nextCursor")
-            if not cursor:
+            params = {"cursor": page.get("nextCursor")}
+            if not params["cursor"]:
                 break
         return found[:MOST_TOOLS]
 
     def request(self, method, params, timeout):
-        number = next(self._numbers)
-        answers = self._waiting[number] = queue.Queue()
+        number, answers = next(self._numbers), queue.Queue()
+        self._waiting[number] = answers
         ends = time.monotonic() + timeout
         try:
             self.send({"jsonrpc": "2.0", "id": number, "method": method, "params": params}, timeout)
@@ -66,40 +70,37 @@ class Session:
         except queue.Empty:
             raise Failed("no answer within %g s" % timeout) from None
         except (OSError, ValueError) as error:
+            self.alive = False
             raise Failed(str(error) or type(error).__name__) from error
         finally:
-            self._waiting.pop(number, None)
+            del self._waiting[number]
         if answer is None:
             raise Failed("the server has ended")
         if "error" in answer:
             error = answer["error"]
             raise Failed(str(error.get("message", error) if isinstance(error, dict) else error))
-        result = answer.get("result")
-        return result if isinstance(result, dict) else {}
+        return answer["result"] if isinstance(answer.get("result"), dict) else {}
 
-    def receive(self, line):
-        """A message of the server's: an answer, or something that it wants itself."""
-        try:
-            messages = json.loads(line)
-        except (ValueError, RecursionError):
-            return  # what is no JSON is a server's chatter
-        for message in messages if isinstance(messages, list) else [messages]:
-            if not isinstance(message, dict):
-                continue
-            if "method" not in message:
-                waiting = self._waiting.get(message.get("id"))
-                if waiting is not None:
-                    waiting.put(message)
-            elif "id" in message:
-                answer = {"jsonrpc": "2.0", "id": message["id"]}
-                if message["method"] == "ping":
-                    answer["result"] = {}
-                else:
-                    answer["error"] = {"code": -32601, "message": "this client does not do that"}
-                with contextlib.suppress(OSError, Failed):
+    def receive(self, text):
+        """What the server says: answers, and requests of its own. What is no JSON is chatter."""
+        with contextlib.suppress(ValueError, RecursionError):
+            messages = json.loads(text)
+            for message in messages if isinstance(messages, list) else [messages]:
+                if "method" not in message:
+                    self._waiting[message["id"]].put(message)
+                elif "id" in message:
+                    answer = {"jsonrpc": "2.0", "id": message["id"], "result": {}}
+                    if message["method"] != "ping":
+                        del answer["result"]
+                        answer["error"] = {"code": -32601, "message": "this client does not do that"}
                     self.send(answer, 10.0)
 
-    def end(self):
+    def read(self, messages):
+        """Receive until the server ends."""
+        for message in messages:
+            with contextlib.suppress(Exception):  # of a message that is none
+                self.receive(message)
+        self.alive = False
         for waiting in list(self._waiting.values()):
             waiting.put(None)
 
@@ -110,54 +111,41 @@ class Stdio(Session):
     def connect(self):
         pipe, argv = subprocess.PIPE, [self.told["command"], *self.told["args"]]
         with (HERE / "servers.log").open("ab") as log:
-            self._program = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=log)
-        threading.Thread(target=self._read, daemon=True).start()
+            program = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=log)
+        self._said, self._lock = program.stdin, threading.Lock()
+        lines = iter(lambda: program.stdout.readline(MOST_BYTES), b"")
+        threading.Thread(target=self.read, args=(lines,), daemon=True).start()
         super().connect()
 
-    def _read(self):
-        while line := self._program.stdout.readline(MOST_BYTES):
-            self.receive(line)
-        self.end()
-
     def send(self, message, timeout):
-        self._program.stdin.write(json.dumps(message).encode() + b"\n")
-        self._program.stdin.flush()
-
-    @property
-    def alive(self):
-        return self._program.poll() is None
+        with self._lock:
+            self._said.write(json.dumps(message).encode() + b"\n")
+            self._said.flush()
 
 
 class Http(Session):
     """An address; each message is a POST, and what it is answered with has the server's messages."""
 
-    alive = True
-
     def __init__(self, told):
         super().__init__(told)
-        self._headers = {"Accept": "application/json, text/event-stream", **told["headers"]}
-        self._headers["MCP-Protocol-Version"] = PROTOCOL
+        self._headers = {"Accept": "application/json, text/event-stream", "Content-Type": "application/json"}
+        self._headers.update(told["headers"], **{"MCP-Protocol-Version": PROTOCOL})
         self._to = told["url"]
 
     def send(self, message, timeout):
-        headers = {"Content-Type": "application/json", **self._headers}
-        request = urllib.request.Request(self._to, json.dumps(message).encode(), headers)
-        try:
-            with urllib.request.urlopen(request, timeout=timeout) as answer:
-                if session := answer.headers.get("Mcp-Session-Id"):
-                    self._headers["Mcp-Session-Id"] = session
-                self._take(answer, message, time.monotonic() + timeout)
-        except urllib.error.HTTPError as error:
-            raise Failed("%s answers %d" % (self._to, error.code)) from error
+        request = urllib.request.Request(self._to, json.dumps(message).encode(), self._headers)
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            if session := answer.headers.get("Mcp-Session-Id"):
+                self._headers["Mcp-Session-Id"] = session
+            self.take(answer, self._waiting.get(message.get("id")), time.monotonic() + timeout)
 
-    def _take(self, answer, message, ends):
+    def take(self, answer, waiting, ends):
         if answer.headers.get_content_type() != "text/event-stream":
             self.receive(answer.read(MOST_BYTES))
             return
         for _, data in events(answer):
             self.receive(data)
-            answered = "id" in message and not self._waiting[message["id"]].empty()
-            if answered or time.monotonic() > ends:
+            if time.monotonic() > ends or (waiting is not None and not waiting.empty()):
                 break
 
 
@@ -165,47 +153,33 @@ class Sse(Http):
     """The older way over HTTP: answers come as events of a stream that was opened first."""
 
     def connect(self):
-        request = urllib.request.Request(self._to, headers={**self._headers, "Accept": "text/event-stream"})
-        stream, begun = urllib.request.urlopen(request, timeout=START_S), queue.Queue()
-        threading.Thread(target=self._read, args=(stream, begun), daemon=True).start()
-        try:
-            path = begun.get(timeout=START_S)
-        except queue.Empty:
-            raise Failed("the server does not say where messages go") from None
-        self._to = urllib.parse.urljoin(self._to, path)
+        headers = {**self._headers, "Accept": "text/event-stream"}
+        stream = urllib.request.urlopen(urllib.request.Request(self._to, headers=headers), timeout=START_S)
+        told = events(stream)
+        self._to = urllib.parse.urljoin(self._to, next(data for name, data in told if name == "endpoint"))
+        with contextlib.suppress(AttributeError):
+            stream.fp.raw._sock.settimeout(None)  # silence is no end of it
+        threading.Thread(target=self.read, args=((data for _, data in told),), daemon=True).start()
         super().connect()
 
-    def _read(self, stream, begun):
-        with contextlib.suppress(OSError):
-            stream.fp.raw._sock.settimeout(None)  # silence is no end of it
-        with contextlib.suppress(OSError, ValueError):
-            for name, data in events(stream):
-                if name == "endpoint":
-                    begun.put(data)
-                else:
-                    self.receive(data)
-        self.alive = False
-        self.end()
-
-    def _take(self, answer, message, ends):
+    def take(self, answer, waiting, ends):
         answer.read(MOST_BYTES)  # "Accepted"
 
 
 def events(stream):
     """Name and data of each event of a stream."""
     name, data = "message", []
-    while line := stream.readline(MOST_BYTES):
-        line = line.decode(errors="replace").rstrip("\r\n")
-        field, _, value = line.partition(":")
-        value = value.removeprefix(" ")
-        if not line and data:
-            yield name, "\n".join(data)
-        if not line:
-            name, data = "message", []
-        elif field == "event":
-            name = value
-        elif field == "data" and sum(map(len, data)) < MOST_BYTES:
-            data.append(value)
+    with contextlib.suppress(OSError, ValueError):
+        while line := stream.readline(MOST_BYTES):
+            field, _, value = line.decode(errors="replace").rstrip("\r\n").partition(":")
+            if not (field or value):
+                if data:
+                    yield name, "\n".join(data)
+                name, data = "message", []
+            elif field == "event":
+                name = value.removeprefix(" ")
+            elif field == "data" and sum(map(len, data)) < MOST_BYTES:
+                data.append(value.removeprefix(" "))
 
 
 KINDS = {"stdio": Stdio, "streamable-http": Http, "sse": Sse}
@@ -216,69 +190,56 @@ class Bridge:
 
     def __init__(self):
         self._told = {told["name"]: told for told in json.loads((HERE / "servers.json").read_text())}
-        self._sessions = {}
-        self._locks = {name: threading.Lock() for name in self._told}
+        self._sessions, self._locks = {}, {name: threading.Lock() for name in self._told}
 
-    def _session(self, name):
-        with self._locks[name]:
-            session = self._sessions.get(name)
-            if session is None or not session.alive:
-                session = KINDS[self._told[name]["transport"]](self._told[name])
-                try:
+    def ask(self, name, do):
+        """What `do` gives of a server's session, as an answer to the worker."""
+        try:
+            with self._locks[name]:
+                session = self._sessions.get(name)
+                if session is None or not session.alive:
+                    session = KINDS[self._told[name]["transport"]](self._told[name])
                     session.connect()
-                except (OSError, ValueError) as error:
-                    raise Failed("it does not start: %s" % error) from error
-                self._sessions[name] = session
-            return session
+                    self._sessions[name] = session
+            return {"result": do(session)}
+        except Exception as error:  # the server is gone, odd or hostile
+            return {"error": str(error) or repr(error)}
 
     def list_tools(self):
-        found = {}
-
-        def ask(name):
-            try:
-                found[name] = {"tools": self._session(name).tools()}
-            except Failed as error:
-                found[name] = {"error": str(error)}
-            except Exception as error:  # the server is hostile, or odd
-                found[name] = {"error": repr(error)}
-
-        threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in self._told]
-        for thread in threads:
-            thread.start()
+        found = {name: {"error": "it does not answer"} for name in self._told}
+        lists = [
+            threading.Thread(target=lambda name=name: found.update({name: self.ask(name, Session.tools)}))
+            for name in self._told
+        ]
         ends = time.monotonic() + START_S
-        for thread in threads:
+        for thread in lists:
+            thread.daemon = True
+            thread.start()
+        for thread in lists:
             thread.join(max(0.0, ends - time.monotonic()))
-        silent = {name: {"error": "it does not answer"} for name in self._told}
-        write(HERE / "tools.json", {**silent, **found})
+        write(HERE / "tools.json", found)
 
     def answer(self, place):
-        for _ in range(100):
+        ends, asked = time.monotonic() + WRITTEN_S, None
+        while asked is None and time.monotonic() < ends:
             try:
                 asked = json.loads(place.read_text())
-                break
             except ValueError:
                 time.sleep(0.02)  # it is still being written
-        else:
-            return
         place.unlink()
-        try:
-            session = self._session(asked["server"])
-            answer = {"result": session.request(asked["method"], asked["params"], asked["timeout"])}
-        except Failed as error:
-            answer = {"error": str(error)}
-        except Exception as error:
-            answer = {"error": repr(error)}
-        write(HERE / "out" / place.name, answer)
+        if asked is not None:
+            wanted = asked["method"], asked["params"], asked["timeout"]
+            write(
+                HERE / "out" / place.name, self.ask(asked["server"], lambda session: session.request(*wanted))
+            )
 
     def serve(self):
         last = time.monotonic()
         while True:
             for place in (HERE / "in").iterdir():
                 last = time.monotonic()
-                claimed = HERE / "taken" / place.name
-                with contextlib.suppress(OSError):
-                    place.rename(claimed)
-                    threading.Thread(target=self.answer, args=(claimed,), daemon=True).start()
+                taken = place.rename(HERE / "taken" / place.name)
+                threading.Thread(target=self.answer, args=(taken,), daemon=True).start()
             time.sleep(LOOKS_S[time.monotonic() - last > BUSY_S])
 
 
@@ -295,9 +256,13 @@ def write(place, answer):
 def start():
     for name in ("in", "out", "taken"):
         (HERE / name).mkdir(exist_ok=True)
-    with contextlib.suppress(OSError):
-        (HERE / "tools.json").unlink()
-    if os.fork() == 0:
+    told, alone = HERE / "tools.json", os.open(HERE / "lock", os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.flock(alone, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return  # there is one, and it is slow
+    told.unlink(missing_ok=True)
+    if os.fork() == 0:  # and it holds the lock as long as it lives
         os.setsid()
         if os.fork():
             os._exit(0)
@@ -309,9 +274,9 @@ def start():
         bridge.serve()
     os.wait()
     ends = time.monotonic() + START_S + 10
-    while not (HERE / "tools.json").exists() and time.monotonic() < ends:
+    while not told.exists() and time.monotonic() < ends:
         time.sleep(0.01)
-    sys.stdout.write((HERE / "tools.json").read_text() + "\n")
+    sys.stdout.write(told.read_text() + "\n")
 
 
 if __name__ == "__main__":
