@@ -36,9 +36,9 @@ ESCAPED = re.compile(r'\\([\\"`$])')
 def docker_environment(rootfs: Path) -> dict[str, str]:
     """Name → value; {} where the image is no Docker image's, or says it in no known form."""
     with contextlib.suppress(OSError):
-        return _named(_object(_read(rootfs, OWN)).get("env"))
+        return _named(_object(read_inside(rootfs, OWN)).get("env"))
     with contextlib.suppress(OSError):
-        return _variables_in(_read(rootfs, PLACE))
+        return _variables_in(read_inside(rootfs, PLACE))
     return {}
 
 
@@ -79,7 +79,7 @@ def image_config(image: Path) -> ImageConfig:
     """
     if image.is_dir():
         with contextlib.suppress(OSError):
-            return _config(_object(_read(image, OWN)))
+            return _config(_object(read_inside(image, OWN)))
         return ImageConfig(env=docker_environment(image))
     if own := _object(_trailer(image)):
         return _config(own)
@@ -153,8 +153,8 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str) and "\0" not in value and not SURROGATE.search(value)
 
 
-def _read(rootfs: Path, place: tuple[str, ...]) -> bytes:
-    """Raises OSError, also where a part of the place is a link."""
+def read_inside(rootfs: Path, place: tuple[str, ...]) -> bytes:
+    """A file of an image, its beginning. Raises OSError, also where a part of the place is a link."""
     fd = os.open(rootfs, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     for name in place:
         # Without waiting for a writer, should it be a pipe.

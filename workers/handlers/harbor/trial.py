@@ -17,7 +17,7 @@ from rollout.suites.harbor.directory import StepDirectory, TaskDirectory, load
 from sandbox import paths
 from sandbox.errors import ImageError
 from sandbox.images import ImageStore
-from sandbox.images.environment import ImageConfig, image_config
+from sandbox.images.environment import ImageConfig, image_config, read_inside
 from sandbox.spec import Limits
 from services.settings import settings
 from workers.bundles import unpacked
@@ -29,7 +29,6 @@ from workers.handlers.harbor.task import HarborTask
 
 LOGS, AGENT_LOGS, VERIFIER_LOGS, ARTIFACTS = "/logs", "/logs/agent", "/logs/verifier", "/logs/artifacts"
 TESTS, SOLUTION = "/tests", "/solution"
-PASSWD_BYTES = 256 << 10
 UNLIMITED_S = 1e8
 """For an agent without a time limit of its own; RUN's holds."""
 _WORKDIR = re.compile(r"^\s*WORKDIR\s+(/[^\s$]*)\s*$", re.MULTILINE | re.IGNORECASE)
@@ -178,7 +177,11 @@ def account(rootfs: Path, default: str, user: User = None) -> dict[str, str]:
         TaskError: A name that it does not know.
     """
     wanted = str(default if user is None else user).partition(":")[0]
-    for line in _passwd(rootfs).splitlines():
+    try:
+        passwd = read_inside(rootfs, ("etc", "passwd")).decode(errors="replace")
+    except OSError:
+        passwd = ""
+    for line in passwd.splitlines():
         fields = line.split(":")
         if len(fields) == 7 and wanted in (fields[0], fields[2]) and "\0" not in line:
             # A home of another's, as of root in a directory that root unpacked, is none.
@@ -197,17 +200,3 @@ def _is_ours(rootfs: Path, home: str) -> bool:
         return (rootfs / place.relative_to("/")).lstat().st_uid == (paths.sandbox_user() or os.geteuid())
     except OSError:
         return False
-
-
-def _passwd(rootfs: Path) -> str:
-    """No link of the image is followed."""
-    try:
-        etc = os.open(rootfs / "etc", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            fd = os.open("passwd", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=etc)
-        finally:
-            os.close(etc)
-        with os.fdopen(fd, "rb") as file:
-            return (file.read(PASSWD_BYTES) or b"").decode(errors="replace")
-    except OSError:
-        return ""
