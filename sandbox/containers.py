@@ -43,6 +43,7 @@ SANDBOX_ID = re.compile(f"[0-9a-f]{{{2 * ID_BYTES}}}")
 JANITOR_PERIOD_S = 1.0
 PARALLEL_STARTS = 2 * (os.cpu_count() or 1)  # measured: more only makes each start slower
 REMOVING_THREADS = 2
+MOST_ENDING = 16  # beyond, who ends one waits for it: sandboxes must not come faster than they go
 UNPACKING_THREADS = 16  # most of them wait for the lock of an image that another one unpacks
 SETUP_TIMEOUT_S = 10.0
 FATES_KEPT = 1000
@@ -311,10 +312,10 @@ class Containers:
 
     async def release(self, sandbox_id: str, wait: bool = True) -> bool:
         """End a sandbox and remove all of it, before it returns if `wait`. False = there is none such."""
-        container = self._all.get(sandbox_id)
-        if container is None:
+        if (container := self._all.get(sandbox_id)) is None:
             return False
-        await asyncio.wait([self._end_soon(container)], timeout=None if wait else 0)
+        ending = sum(other.ending is not None for other in self._all.values())
+        await asyncio.wait([self._end_soon(container)], timeout=None if wait or ending >= MOST_ENDING else 0)
         return True
 
     async def release_owner(self, owner: str) -> int:

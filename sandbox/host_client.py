@@ -69,8 +69,7 @@ class HostClient:
         return Fate.from_json(fate) if fate else None
 
     async def release(self, sandbox_id: str, wait: bool = True) -> bool:
-        """End a sandbox: on return its processes, socket and files are gone, unless not to `wait` (what the
-        disk is to write first can take seconds). False = there was none (idempotent)."""
+        """End a sandbox: processes, socket, files are gone, soon if not to `wait`. False = there was none."""
         request = {"op": "release", "id": sandbox_id, "wait": wait}
         return bool((await self._request_if_running(request)).get("released"))
 

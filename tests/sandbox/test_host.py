@@ -17,7 +17,7 @@ from sandbox.client import SandboxClient
 from sandbox.config import HostConfig
 from sandbox.connection import Address
 from sandbox.container import Container
-from sandbox.containers import Containers
+from sandbox.containers import MOST_ENDING, Containers
 from sandbox.errors import (
     ImageError,
     RuntimeUnavailable,
@@ -258,6 +258,31 @@ def ended(state):
 def never_begun(name: str) -> Container:
     launch = Launch(name, Path("w"))
     return Container(name, RUNTIMES["apptainer"](), SandboxSpec(), launch, Limits())
+
+
+def test_who_ends_sandboxes_faster_than_they_go_waits_for_them(state, monkeypatch):
+    boxes = [never_begun(str(number)) for number in range(MOST_ENDING + 1)]
+    containers = Containers(state, HostConfig.from_environment())
+    containers._all = {box.id: box for box in boxes}
+
+    async def scenario():
+        disk = asyncio.Event()
+
+        async def remove(*args):
+            await disk.wait()
+
+        monkeypatch.setattr(containers, "_remove", remove)
+        for box in boxes[:-1]:
+            assert await asyncio.wait_for(containers.release(box.id, wait=False), 10)
+        last = asyncio.create_task(containers.release(boxes[-1].id, wait=False))
+        await asyncio.sleep(0.05)
+        assert not last.done()
+        disk.set()
+        assert await last
+        await asyncio.gather(*(box.ending for box in boxes))
+
+    run(scenario())
+    assert containers.stats()["known"] == 0
 
 
 def test_the_end_of_a_sandbox_counts_once_and_lets_go_of_all_that_was_held_for_it(ended):
