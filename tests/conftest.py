@@ -180,6 +180,7 @@ SECONDS = {
     "tests/swe/test_datasets.py": 45,
     "tests/swe/test_instances.py": 41,
     "tests/swe/test_patches.py": 60,
+    "tests/swe/test_specifications.py": 10,
     "tests/task_checks/test_faults.py": 60,
     "tests/task_checks/test_packages.py": 25,
     "tests/unit/capture/test_chains.py": 30,
@@ -187,7 +188,6 @@ SECONDS = {
     "tests/unit/test_engine_streams.py": 50,
     "tests/unit/test_published_formats.py": 30,
     "tests/unit/test_swe_judging.py": 15,
-    "tests/unit/test_swe_specifications.py": 10,
 }
 """About what a file takes, or the longest test of one whose tests run apart; a test of another file 0.3 s.
 Only for the order."""

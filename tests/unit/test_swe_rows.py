@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from workers.handlers.swe.images import images_of, local_name
 from workers.handlers.swe.rows import SweTask, files_of
 from workers.handlers.swe.specs import is_one_pytest_run, spec_of, unittest_runner
+from workers.handlers.swe.testfiles import TestFiles
 
 TEST_PATCH = "diff --git a/tests/test_a.py b/tests/test_a.py\n--- a/tests/test_a.py\n+++ b/tests/test_a.py\n"
 BENCH = {
@@ -199,6 +200,15 @@ def test_outcomes_are_recorded_where_unittest_runs_once_in_one_process(
     script: str, runner: str | None
 ) -> None:
     assert unittest_runner(script) == runner
+
+
+def test_tests_of_smith_that_unittest_names_have_files() -> None:
+    names = ["test_x (tornado.test.web_test.T)", "test_y (__main__.T)", "test_z (a.b.T.test_z)", "odd name"]
+    row = SMITH | {"FAIL_TO_PASS": names, "PASS_TO_PASS": ["tests/test_a.py::test_x"]}
+    files = ["a/b.py", "test.py", "tests/test_a.py", "tornado/test/web_test.py"]
+    assert spec_of(read(row)).test_files == files
+    source = "class T:\n    def test_y(self): pass\n"
+    assert [path for path, *_ in TestFiles({"test.py": source}).find("test_y (__main__.T)")] == ["test.py"]
 
 
 def test_files_of_a_patch_are_those_of_its_headers() -> None:

@@ -12,6 +12,7 @@ from sandbox.client import SandboxClient
 from workers.errors import TaskError
 from workers.handlers.swe.rows import Instance
 from workers.handlers.swe.specs import Spec
+from workers.handlers.swe.testfiles import file_of_smith
 
 PREPARE_S = 600.0
 """Most seconds of one step: to remove history of a large repository takes minutes. INIT has a limit, too."""
@@ -111,7 +112,7 @@ def _prepare_script(instance: Instance, spec: Spec) -> str:
 def _hide_script(instance: Instance, spec: Spec) -> str:
     lines = [f"cd {shlex.quote(spec.repo_dir)} || exit {_NO_DIRECTORY}", "exec >/dev/null"]
     if instance.bug_patch:
-        hidden = sorted({name.split("::")[0] for name in instance.fail_to_pass if "::" in name})
+        hidden = sorted({file for name in instance.fail_to_pass if (file := file_of_smith(name))})
         author = " ".join(
             f"GIT_{who}_{what}=rollout" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")
         )

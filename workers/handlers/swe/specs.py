@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from workers.handlers.swe.published import Published, published
 from workers.handlers.swe.rows import Instance, files_of
+from workers.handlers.swe.testfiles import file_of_smith
 
 REPO_DIR = "/testbed"
 CONDA = "/opt/miniconda3/bin/activate"
@@ -160,7 +161,10 @@ def test_files(instance: Instance) -> list[str]:
     """Paths that hold the specified tests: those of the test patch, and those the tests' names begin with."""
     if instance.expected is not None:
         return sorted(f"r2e_tests/{name}" for name in instance.hidden_tests)
-    named = {name.split("::")[0] for name in instance.fail_to_pass + instance.pass_to_pass if "::" in name}
+    names = instance.fail_to_pass + instance.pass_to_pass
+    if instance.source == "swe-smith":
+        return sorted({file for name in names if (file := file_of_smith(name))})
+    named = {name.split("::")[0] for name in names if "::" in name}
     return sorted({*files_of(instance.test_patch), *(name for name in named if not name.startswith("/"))})
 
 

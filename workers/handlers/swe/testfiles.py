@@ -96,11 +96,20 @@ def place_of(name: str) -> Place | None:
         function, parts = words[1], words[2].split(".")
         if parts[-1] == function:  # since Python 3.11
             parts = parts[:-1]
-        return Place(function, (parts[-1],), "/".join(parts[:-1]) + ".py") if len(parts) > 1 else None
+        file = None if parts[:-1] == ["__main__"] else "/".join(parts[:-1]) + ".py"
+        return Place(function, (parts[-1],), file) if len(parts) > 1 else None
     parts = name.split("[", 1)[0].split(".")
     if all(part.isidentifier() for part in parts):
         return Place(parts[-1], tuple(parts[:-1]))
     return None
+
+
+def file_of_smith(name: str) -> str | None:
+    """Path that a test of SWE-smith is in, by its name; `test.py` is what runs itself there."""
+    if "::" in name:
+        return name.split("::")[0]
+    place = place_of(name) if NAME_OF_UNITTEST.fullmatch(name) else None
+    return (place.file or "test.py") if place else None
 
 
 class TestFiles:
