@@ -23,8 +23,7 @@ class Published:
     tests: str
     """Shell text."""
     files: Literal["patch", "modules", "cases", "names", ""]
-    """What the command is given: files of the test patch, those as modules, its `[case ...]`s, the files of
-    the specified tests' names, or nothing."""
+    """What is appended: files of the test patch, they as modules, its `[case …]`s, the tests' files."""
     before: list[str]
     """Shell lines before the installation."""
     install: list[str]
