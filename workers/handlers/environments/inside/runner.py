@@ -2,7 +2,8 @@
 
 `python -s runner.py SCORING ADAPTER FD PARENT MEMORY_MB NETWORK`: `SCORING` is the folder of `wire.py` and
 `isolation.py`, `ADAPTER` a file with a class `Episode`, made for each episode as `Episode(ask)`. Its methods
-are called by name; `ask(payload)` asks the worker for what this process cannot reach. Standard library only.
+(functions or coroutines) are called by name; `ask(payload)` asks the worker for what this process cannot reach.
+Standard library only.
 """
 
 import importlib.util
@@ -62,14 +63,22 @@ def serve(channel, wire, episode_of):
             raise RuntimeError(reply["failed"])
         return reply["answer"]
 
-    episode = None
+    def finished(coroutine):
+        import asyncio  # only some packages have it
+
+        if not loops:
+            loops.append(asyncio.new_event_loop())
+        return loops[0].run_until_complete(coroutine)
+
+    episode, loops = None, []
     while True:
         call = wire.receive(channel)
         try:
             if call["method"] == "reset" or episode is None:
                 episode = episode_of(ask)
             method = getattr(episode, call["method"], None)
-            reply = wire.encode({"result": method(**call["arguments"]) if method else None})
+            result = method(**call["arguments"]) if method else None
+            reply = wire.encode({"result": finished(result) if hasattr(result, "__await__") else result})
         except BaseException as error:  # SystemExit, too
             reply = wire.encode(failure(error))
         channel.sendall(reply)

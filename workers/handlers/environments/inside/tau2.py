@@ -58,12 +58,7 @@ class Ours:
         """The model's seed is the rollout's."""
 
 
-class Agent(Ours, LLMAgent):
-    pass
-
-
-class SoloAgent(Ours, LLMSoloAgent):
-    pass
+Agent, SoloAgent = type("Agent", (Ours, LLMAgent), {}), type("SoloAgent", (Ours, LLMSoloAgent), {})
 
 
 class Obliging(UserSimulator):

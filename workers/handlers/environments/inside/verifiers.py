@@ -1,6 +1,5 @@
 """Tasksets of verifiers from 0.4 on: their hooks run here, their commands in the rollout's sandbox."""
 
-import asyncio
 import base64
 import inspect
 import itertools
@@ -64,7 +63,7 @@ class Box(vf.Runtime):
 
 class Episode:
     def __init__(self, ask):
-        self._ask, self._tools, self._run = ask, {}, asyncio.new_event_loop().run_until_complete
+        self._ask, self._tools = ask, {}
 
     def rows(self, env, args):
         """The tasks of a taskset, each with the sandbox that it wants."""
@@ -75,17 +74,9 @@ class Episode:
             found.append({"env": env, "index": place, "args": args, **wants})
         return found
 
-    def reset(self, task, seed):
-        return self._run(self._reset(task))
-
-    def step(self, text, calls):
-        return self._run(self._step(text, calls))
-
-    def score(self, messages):
-        return self._run(self._score())
-
-    async def _reset(self, row):
-        taskset = _taskset(row["env"], row["args"])
+    async def reset(self, task, seed):
+        """What the task's own setup leaves, and its prompt."""
+        row, taskset = task, _taskset(task["env"], task["args"])
         self._task = task = next(itertools.islice(taskset, row["index"], None))
         data = task.data
         if data.prompt is None or ((task.NEEDS_CONTAINER or data.image) and not row["sandbox"]):
@@ -141,7 +132,7 @@ class Episode:
         nodes = self._trace.nodes
         nodes.append(MessageNode(parent=len(nodes) - 1 if nodes else None, message=message, sampled=sampled))
 
-    async def _step(self, text, calls):
+    async def step(self, text, calls):
         trace, answers = self._trace, []
         said = [vf.ToolCall(id=c["id"], name=c["name"], arguments=json.dumps(c["arguments"])) for c in calls]
         message = vf.AssistantMessage(content=text or None, tool_calls=said or None)
@@ -162,7 +153,7 @@ class Episode:
                 trace.stop(stop.__name__)
         return {"messages": answers, "done": not calls or trace.stop_condition is not None}
 
-    async def _score(self):
+    async def score(self, messages):
         """The weighted sum of the task's rewards, by its own hooks."""
         trace = self._trace
         trace.stop("agent_completed")

@@ -51,22 +51,13 @@ def _rows(env):
 
 class Episode:
     def __init__(self, ask):
-        self._run = asyncio.new_event_loop().run_until_complete
+        """Nothing is asked of the worker."""
 
     def rows(self, env, args):
         count = len(_rows(vf.load_environment(env, **args)))
         return [{"env": env, "index": place, "args": args, "old": True} for place in range(count)]
 
-    def reset(self, task, seed):
-        return self._run(self._reset(task))
-
-    def step(self, text, calls):
-        return self._run(self._step(text, calls))
-
-    def score(self, messages):
-        return self._run(self._score())
-
-    async def _reset(self, task):
+    async def reset(self, task, seed):
         self._env = vf.load_environment(task["env"], **task["args"])
         row = {"example_id": task["index"], **_rows(self._env)[task["index"]]}
         self._policy, self._read = Policy(), 0
@@ -96,7 +87,7 @@ class Episode:
         new, self._read = prompt[self._read :], len(prompt) + 1
         return [{"role": one["role"], "content": one.get("content") or ""} for one in new]
 
-    async def _step(self, text, calls):
+    async def step(self, text, calls):
         said = [
             ToolCall(id=c["id"], name=c["name"], arguments=json.dumps(c["arguments"])) for c in calls
         ] or None
@@ -106,7 +97,7 @@ class Episode:
         self._policy.answer.set_result(answer)
         return {"messages": self._news()} if await self._asked() else {"done": True}
 
-    async def _score(self):
+    async def score(self, messages):
         """What the rubric gives; a rollout that a limit ends is judged as one whose context is full."""
         if not self._rollout.done():
             self._policy.answer.set_exception(vf.OverlongPromptError("a limit ended the rollout"))
