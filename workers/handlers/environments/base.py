@@ -215,8 +215,6 @@ class EnvironmentHandler(AgentHandler[TaskT]):
         """Raises:
         TaskError: A program asks to drive the turns, which an environment has to answer.
         """
-        if ctx.request.agent is None:
-            return []  # `run` asks the environment
         raise TaskError(f"agent: {self.name} answers each turn itself, no program can drive a rollout in it")
 
     def seed(self, ctx: RunContext[TaskT]) -> int:

@@ -1,8 +1,8 @@
 """The program in which an environment of a foreign package runs, by the Python that the package is for.
 
 `python -s runner.py SCORING ADAPTER FD PARENT MEMORY_MB NETWORK`: `SCORING` is the folder of `wire.py` and
-`isolation.py`, `ADAPTER` a file with a class `Episode`, made for each episode as `Episode(ask)`. Its methods
-(functions or coroutines) are called by name; `ask(payload)` asks the worker for what this process cannot reach.
+`isolation.py`, `ADAPTER` a file with a class `Episode`, made for each episode as `Episode(ask)`. Its methods,
+functions or coroutines, are called by name; `ask(payload)` asks the worker for what is not reached from here.
 Standard library only.
 """
 
