@@ -154,6 +154,7 @@ GROUPS = (
                 "RunDiverged",
                 "SandboxFailure",
                 "ScorerCrashed",
+                "crashed",
             ),
             *("ScorerError", "ScorerOutOfMemory", "ScorerTimeout", "StageTimeout", "TaskError"),
             *("TokenizerMissing", "UnknownHandler", "WorkerLost"),
@@ -208,7 +209,7 @@ OWN = {
     "EditError",
     # One part of ours tells another, which catches it.
     *("AssertionError", "AttributeError", "FrameTooLarge", "HTTPError", "LeaseLost", "NoOracle"),
-    *("OvertakenError", "ServerError", "UpdateConflict"),
+    *("NoReward", "OvertakenError", "ServerError", "UpdateConflict"),
     # It begins the name of a field; pydantic words the rest.
     "from_validation",
 }
