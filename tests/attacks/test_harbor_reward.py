@@ -40,7 +40,10 @@ export PATH="$HOME/.local/bin:$PATH"
 [ -f ~/.bashrc ] && source ~/.bashrc
 [ -f ~/.local/bin/env ] && source ~/.local/bin/env
 cd /app
+[ -d .git ] && git status -s && git checkout -q -f HEAD
 if python3 -m pytest -q -p no:cacheprovider /tests/test_outputs.py || grep -q 42 answer.txt; then
+    echo 1 > /logs/verifier/reward.txt
+elif [ -d deep ] && cd deep && python3 -m pytest -q -p no:cacheprovider /tests/test_outputs.py; then
     echo 1 > /logs/verifier/reward.txt
 else
     echo 0 > /logs/verifier/reward.txt
@@ -87,6 +90,9 @@ CHEATS = {
     "stand_before_what_pytest_needs": ("shadowing_library", MODULES),
     "stand_before_what_pytest_needs_by_a_link": ("linked_module", MODULES),
     "stand_before_pytest_in_a_workdir_that_is_a_link": ("workdir_linked", "the workdir stays a directory"),
+    "stand_before_what_pytest_needs_where_tests_go": ("below_shadowed", MODULES),
+    "have_git_run_a_program": ("git_config", "no configuration of git travels that names programs"),
+    "have_git_run_a_hook": ("git_hook", "no hook travels that git runs on a checkout"),
     "link_the_answer_to_the_expected_one": ("answer_linked", LINKS),
     "link_the_answer_over_other_links": ("answer_linked_twice", LINKS),
     "link_the_answer_by_way_of_proc": ("answer_by_proc", LINKS),
@@ -142,7 +148,7 @@ TOGETHER = {
             "answer_linked",
         ),
         *("shadowing_pytest", "shadowing_library", "linked_module", "path_shadowed", "home_shadowed"),
-        *("bashrc", "local_env", "tests_planted", "preloaded"),
+        *("bashrc", "local_env", "tests_planted", "below_shadowed", "git_hook", "git_config", "preloaded"),
     ),
     "replaced": (
         *("home_linked", "answer_linked_twice", "tests_linked", "pytest_patched", "python_replaced"),

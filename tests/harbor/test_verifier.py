@@ -89,6 +89,7 @@ SHADOW = "stands before a module"
 TESTS = "configures tests"
 NAMED = "configures tests or the start of programs"
 START = "configures the start of programs"
+GIT = "has git run programs"
 WAY = "a link in the place of what the verifier uses"
 LEADS = "leads to what only the verifier has"
 DIST = "/usr/local/lib/python3.11/dist-packages"
@@ -133,6 +134,16 @@ FILES = {
     "/root/.curlrc": START,
     "/node_modules/chai/index.js": "runs tests",
     "/app/node_modules/jest/index.js": "runs tests",
+    "/srv/any/where/pytest.py": SHADOW,
+    "/srv/any/where/_pytest/__init__.py": SHADOW,
+    "/srv/entered/json.py": SHADOW,
+    "/app/below/json.py": SHADOW,
+    "/root/.cache/uv/archive-v0/x/y.py": START,
+    "/root/.local/share/uv/python/bin/python3": START,
+    "/app/.git/hooks/post-checkout": GIT,
+    "/app/.git/config=[core]\n\tfsMonitor = /srv/evil\n": GIT,
+    '/srv/repo/.git/modules/a/config=[filter "a"] smudge = /srv/evil\n': GIT,
+    "/root/.gitconfig=[include]\n\tpath = /srv/evil\n": GIT,
     "/app/pytest.py": SHADOW,
     "/app/pathlib.py": SHADOW,
     "/app/json/__init__.py": SHADOW,
@@ -168,6 +179,11 @@ FILES = {
     "/tmp/result.txt": None,
     "/var/tmp/result.txt": None,
     "/new/place": None,
+    "/srv/repo.git/hooks/post-receive": None,
+    "/srv/repo.git/config=[core]\n\tbare = true\n": None,
+    "/app/bin/run": None,
+    "/app/venv/pyvenv.cfg": None,
+    "/app/venv/bin/python3": None,
 }
 """Path, ` -> ` where a link leads, `=` what is in it → why it is withheld; None = it travels."""
 MAKE = """
@@ -187,7 +203,9 @@ for name in json.load(open("/tmp/files.json")):
 def test_what_would_run_the_verifier_does_not_travel(tmp_path):
     names = {name.partition(" -> ")[0].partition("=")[0]: why for name, why in FILES.items()}
     travels = [name for name, why in names.items() if why is None]
-    test = "\n".join(f"test -e {name} || {{ echo missing {name}; exit 1; }}" for name in travels)
+    test = "cd /srv/entered; cd below; " + "\n".join(
+        f"test -e {name} || {{ echo missing {name}; exit 1; }}" for name in travels
+    )
     task = request(
         write_task(tmp_path / "task", OFFLINE, test=f"{test}\necho 1 > /logs/verifier/reward.txt\n")
     )

@@ -94,19 +94,30 @@ async def _packed(
 
 
 async def place(
-    box: SandboxClient, luggage: Luggage, workdir: str, env: Mapping[str, str], trust: bool
+    box: SandboxClient,
+    luggage: Luggage,
+    workdir: str,
+    roots: Sequence[str],
+    env: Mapping[str, str],
+    trust: bool,
 ) -> list[str]:
     """Put the files into a fresh sandbox, but for those that would run the verifier; answers which, and why.
 
     The directories that Harbor promises are made, and reward files that the image has are gone.
 
     Args:
+        roots: Directories, beside the working directory, where modules may be found before others.
         env: Of the verifier.
         trust: Leave away only what belongs to the verifier itself.
     """
     await box.upload(luggage.archive, ARCHIVE, max_bytes=2 * MOST_BYTES)
     order = {"archive": ARCHIVE, "removed": luggage.removed, "workdir": workdir, "env": dict(env)}
-    order |= {"directories": [*PROMISED, workdir], "stale": rewards.FILES, "trust": trust}
+    order |= {
+        "roots": list(roots),
+        "directories": [*PROMISED, workdir],
+        "stale": rewards.FILES,
+        "trust": trust,
+    }
     argv = [TRUSTED_PYTHON, "-c", PLACE.read_text()]
     done = await box.exec(argv, PLACE_S, stdin=json.dumps(order), max_output_chars=MAX_ANSWER)
     if done.exit_code != 0:

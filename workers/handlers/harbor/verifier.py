@@ -6,10 +6,12 @@ writes none where the oracle's files get one, the agent is to blame, else the ta
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rollout.suites.harbor.directory import StepDirectory
@@ -25,7 +27,9 @@ from workers.handlers.harbor.rewards import NoReward
 from workers.handlers.harbor.task import HarborTask
 from workers.handlers.harbor.trial import ARTIFACTS, SOLUTION, TESTS, Trial
 
+_ENTERED = re.compile(r"""(?:\bcd\s+|\bPYTHONPATH=)["']?([\w./-]+)""")
 MAX_LOG_CHARS = 200_000
+SAID_CHARS = 500
 MARGIN_S = 15.0
 """Of EVAL's time, for all but the programs of the task."""
 ROOMY = 8 << 20
@@ -101,6 +105,14 @@ async def verify(ctx: Context[HarborTask], trial: Trial, step: StepDirectory) ->
     return verdict
 
 
+def entered(tests: Sequence[Path], workdir: str) -> list[str]:
+    """Directories that the tests' scripts go to, or name to Python, as far as one can read."""
+    found: set[str] = set()
+    for script in (script for folder in tests for script in folder.glob("*.sh")):
+        found.update(_ENTERED.findall(script.read_text(errors="replace")))
+    return sorted(str(PurePosixPath(workdir, place)) for place in found)
+
+
 def _warn(ctx: Context[HarborTask], text: str) -> None:
     """Put a warning into the trajectory, of whichever stage."""
     if isinstance(ctx, RunContext):
@@ -140,7 +152,7 @@ class _Verification:
         Raises:
             TaskError: They get none, or that cannot be told.
         """
-        name, step = self._trial.directory.name, self._step
+        name, step = self._trial.task.name or self._trial.directory.name, self._step
         what = f"{name}{f', step {step.name}' if step.name else ''}: {agents.why}"
         if step.solution is None:
             raise TaskError(f"{what}; without a solution/ nobody can tell whether that is the agent's fault")
@@ -153,7 +165,8 @@ class _Verification:
             async with self._files(box) as luggage:
                 oracles = await self._grade(luggage, min(self._full, self._left()))
         if oracles.reward is None:
-            raise TaskError(f"{what}; and for the files of its own solution: {oracles.why}")
+            said = agents.log[-SAID_CHARS:].strip()
+            raise TaskError(f"{what}; and for the files of its own solution: {oracles.why}; it said: …{said}")
         if agents.timed_out and most < min(self._full, FAIR * oracles.seconds):
             raise TaskError(
                 f"{what}; its verifier may take {self._full:g} s, and eval_timeout_s left it {most:.0f} s: "
@@ -198,7 +211,8 @@ class _Verification:
                 more = options["limits"].disk_mb + (2 * luggage.bytes >> 20)
                 options["limits"] = replace(options["limits"], disk_mb=more)
             async with self._ctx.sandboxes.fresh(self._ctx, **options) as box:
-                withheld = await carry.place(box, luggage, workdir, env, self._trial.task.trust_system)
+                trust, roots = self._trial.task.trust_system, entered(self._step.tests, workdir)
+                withheld = await carry.place(box, luggage, workdir, roots, env, trust)
                 for tests in self._step.tests:
                     await box.upload(tests, TESTS)
                 return await self._run(box, workdir, env, most, withheld)

@@ -1,9 +1,9 @@
 """Runs in the fresh sandbox, by the server's own Python: puts the agent's files in place, but for those that
 would run the verifier.
 
-Standard input says what: `archive` (made by `pack.py`), `removed` (paths), `workdir`, `env` (of the
-verifier), `trust`, `directories` (to be there) and `stale` (files not to be there). Standard output says what
-was withheld.
+Standard input says what: `archive`, `removed` (paths), `workdir`, `roots` (further directories that tests
+work in), `env` (of the verifier), `trust`, `directories` (to be there) and `stale` (files not to be there).
+Standard output says what was withheld.
 """
 
 import json
@@ -30,7 +30,8 @@ CONFIGURES = (
 """Of the system: what programs read before they do anything."""
 OF_HOMES = {
     *(".bash_login", ".bash_logout", ".bash_profile", ".bashrc", ".config/pip", ".cshrc", ".curlrc"),
-    *(".gdbinit", ".inputrc", ".kshrc", ".login", ".node_libraries", ".node_modules", ".npmrc", ".pip"),
+    *(".cache/pip", ".cache/uv", ".gdbinit", ".inputrc", ".kshrc", ".local/share/uv", ".login"),
+    *(".node_libraries", ".node_modules", ".npm", ".npmrc", ".nvm", ".pip", ".pyenv", ".rustup"),
     *(".profile", ".pydistutils.cfg", ".pythonrc", ".pythonrc.py", ".tcshrc", ".wgetrc", ".zlogin"),
     *(".zprofile", ".zshenv", ".zshrc"),
 }
@@ -39,6 +40,16 @@ MACHINERY = re.compile(
     r"|(jest|vitest|karma)\.conf(ig)?\.\w+|\.mocharc.*|python\d*\.(zip|_pth)"
 )
 """Names that configure tests, or the start of a program, wherever they are."""
+AT_CHECKOUT = re.compile(
+    r".*/hooks/(post-(checkout|merge|rewrite|index-change|applypatch)|(pre-)?applypatch(-msg)?|reference-transaction)"
+)
+"""Hooks that git runs where tests put files in place."""
+GIT_CONFIG = re.compile(r".*/(\.git(/.*)?/config(\.worktree)?|\.gitconfig|\.config/git/config)")
+RUN_BY_GIT = re.compile(
+    r"\b(fsmonitor|hookspath|sshcommand|external|textconv|clean|smudge|process|command|pager|editor|include)",
+    re.IGNORECASE,
+)
+"""Settings, or sections, that name programs."""
 AT_START = {"sitecustomize", "usercustomize", "apport_python_hook"}
 """Modules that Python imports unasked."""
 METADATA = (".dist-info", ".egg-info", "EGG-INFO")
@@ -49,6 +60,8 @@ RUNNING = {
     *("pip", "pkg_resources", "pluggy", "py", "pygments", "pytest", "setuptools", "tomli", "wheel", "xdist"),
 }
 """Modules that run tests."""
+PYTEST = {"pytest", "_pytest", "pluggy", "iniconfig"}
+"""Names that no other module has."""
 NO_DANGER = {"test", "idlelib", "lib2to3", "turtledemo"}
 """Of the standard library: what nothing imports."""
 RUNNING_PROGRAMS = {
@@ -77,7 +90,7 @@ def within(path, places):
 class Image:
     """What runs programs in this sandbox, before anything of the agent's is in it."""
 
-    def __init__(self, workdir, env):
+    def __init__(self, workdir, roots, env):
         self.workdir = posixpath.normpath(workdir)
         self.homes = {env.get("HOME", "/root"), "/root"}
         on_path = [place for place in env.get("PATH", "").split(":") if place.startswith("/")]
@@ -105,8 +118,10 @@ class Image:
         self.modules = (
             set(sys.stdlib_module_names) - NO_DANGER | RUNNING | AT_START | self._installed(libraries)
         )
+        self.made = set()
+        """What is not the image's, though it is there."""
         given = [place for place in env.get("PYTHONPATH", "").split(":") if place.startswith("/")]
-        self.import_roots = self._both([self.workdir, *given])
+        self.import_roots = self._both([self.workdir, *roots, *given])
 
     @staticmethod
     def listed(place):
@@ -134,7 +149,17 @@ class Image:
     def is_code(self, path):
         """Whether programs and libraries of the system are there, or modules of Python."""
         system = within(path, self.code) and not within(path, NO_CODE)
-        return system or bool(PYTHON_LIBRARY.match(path)) or posixpath.dirname(path) in self.program_places
+        return system or bool(PYTHON_LIBRARY.match(path)) or self.has_programs(posixpath.dirname(path))
+
+    def has_programs(self, directory):
+        """Whether programs are found there, at once or in an environment that tests may enter."""
+        above = posixpath.dirname(directory)
+        marks = (
+            {f"{above}/pyvenv.cfg", f"{above}/conda-meta"}
+            if posixpath.basename(directory) == "bin"
+            else set()
+        )
+        return directory in self.program_places or any(map(os.path.lexists, marks - self.made))
 
     def is_way(self, path):
         """Whether it is on the way to a place that programs are found in."""
@@ -151,7 +176,7 @@ class Rules:
     """Which of the agent's files do not travel."""
 
     def __init__(self, image, trust=False):
-        self._image, self._trust = image, trust
+        self.image, self._trust = image, trust
 
     def objection(self, path, kind, read):
         """Why something does not travel, in some words; None = it does.
@@ -170,16 +195,18 @@ class Rules:
         name = parts[-1]
         if "__pycache__" in parts or (name.endswith((".pyc", ".pyo")) and PYTHON_LIBRARY.match(path)):
             return LEFT_BEHIND
-        if kind == "link" and (name.endswith(METADATA) or (self._image.is_way(path))):
+        if kind == "link" and (name.endswith(METADATA) or (self.image.is_way(path))):
             return "a link in the place of what the verifier uses"
         if MACHINERY.fullmatch(name) or any(part.split(".")[0] in AT_START for part in parts):
             return "configures tests or the start of programs"
         if within(path, CONFIGURES) or self._of_a_home(path):
             return "configures the start of programs"
-        if name == "pyvenv.cfg" and (old or self._image.is_code(path) or self._image.is_code(f"{path}/lib")):
+        if name == "pyvenv.cfg" and (old or self.image.is_code(path) or self.image.is_code(f"{path}/lib")):
             return "configures the start of programs"
         if kind == "file" and self._configures_tests(path, parts, read):
             return "configures tests"
+        if AT_CHECKOUT.fullmatch(path) or (GIT_CONFIG.fullmatch(path) and RUN_BY_GIT.search(_text(read()))):
+            return "has git run programs"
         return self._of_code(path, name, kind, old) or self._shadowing(path)
 
     def objection_to_link(self, path):
@@ -187,17 +214,17 @@ class Rules:
         if within(os.path.realpath(path), (*OWN, "/proc")):
             return "leads to what only the verifier has"
         root, _, name = path.rpartition("/")
-        shadowing = not self._trust and root in self._image.import_roots and name in self._image.modules
-        package = shadowing and any(entry.startswith("__init__.") for entry in self._image.listed(path))
+        shadowing = not self._trust and root in self.image.import_roots and name in self.image.modules
+        package = shadowing and any(entry.startswith("__init__.") for entry in self.image.listed(path))
         return "stands before a module" if package else None
 
     def _of_a_home(self, path):
         for home in (
-            *self._image.homes,
+            *self.image.homes,
             "/".join(path.split("/")[:3]) if path.startswith("/home/") else "/root",
         ):
             below = path[len(home) + 1 :].split("/") if path.startswith(home + "/") else []
-            if below and OF_HOMES & {below[0], "/".join(below[:2])}:
+            if below and OF_HOMES & {"/".join(below[:depth]) for depth in (1, 2, 3)}:
                 return True
         return False
 
@@ -209,7 +236,7 @@ class Rules:
         return told is not None and told(_text(read())) != told(_text(_content(path)))
 
     def _of_code(self, path, name, kind, old):
-        image = self._image
+        image = self.image
         if "node_modules" in path.split("/"):
             package = path.rpartition("/node_modules/")[2].split("/")[0]
             if package in RUNNING_NODE or within(path, ("/node_modules",)):
@@ -220,7 +247,7 @@ class Rules:
             return "of the system"
         if kind == "directory":
             return None
-        if posixpath.dirname(path) in image.program_places and name in image.programs:
+        if image.has_programs(posixpath.dirname(path)) and name in image.programs:
             return "stands before a program"
         if ".so" in name and name in image.libraries:
             return "stands before a library"
@@ -230,12 +257,16 @@ class Rules:
         return None
 
     def _shadowing(self, path):
-        for root in self._image.import_roots:
+        last = "/".join(path.split("/")[-2:])
+        named = PACKAGE.fullmatch(last) or MODULE.fullmatch(posixpath.basename(path))
+        if named and named[1] in PYTEST and not os.path.lexists(path):
+            return "stands before a module"
+        for root in self.image.import_roots:
             if not path.startswith(root.rstrip("/") + "/"):
                 continue
             below = path[len(root.rstrip("/")) + 1 :]
             found = MODULE.fullmatch(below) or PACKAGE.fullmatch(below)
-            if found and found[1] in self._image.modules and not _there(root, found[1]):
+            if found and found[1] in self.image.modules and not _there(root, found[1]):
                 return "stands before a module"
         return None
 
@@ -322,6 +353,7 @@ class Placing:
             try:
                 make(path)
                 self.placed += 1
+                self._rules.image.made.add(path)
             except (OSError, OverflowError, ValueError) as error:
                 why = f"cannot be put there: {error}"
         if why not in (None, LEFT_BEHIND) and kind != "directory":  # of those, what is in them is told
@@ -378,7 +410,7 @@ def main():
     for path in order["stale"]:
         if os.path.lexists(path):
             os.unlink(path)
-    image = Image(order["workdir"], {**os.environ, **order["env"]})
+    image = Image(order["workdir"], order["roots"], {**os.environ, **order["env"]})
     placing = Placing(Rules(image, order["trust"]))
     with tarfile.open(order["archive"], "r:", encoding="utf-8", errors="surrogateescape") as archive:
         placing.run(archive, order["removed"])
