@@ -263,6 +263,7 @@ def test_what_it_cannot_use_it_says(tmp_path, checked):
     for arguments, words, code in (
         ([str(empty)], "give --handler", 2),
         ([str(empty), "--handler", "code"], "holds no task", 1),
+        ([str(empty), "--handler", "code", "--limits", '{"max_turn": 1}'], "--limits: max_turn", 2),
         ([str(empty), "--handler", "nowhere"], "nowhere", 1),
     ):
         result = CliRunner().invoke(check, arguments)
