@@ -125,6 +125,7 @@ def test_continuations_comments_and_heredocs_are_those_of_docker():
         ("X Y", "\tline\n", False),
     ]
     assert copy.array() == ["a b", "/c"]
+    assert [line.keyword for line in lines.parse("FROM base\n\\\n")] == ["FROM"]
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,9 @@ def parse(text: str, name: str = "Dockerfile") -> list[Instruction]:
                 break
             pieces.append(_stripped(lines[number]))
             number += 1
-        instruction = _instruction(f"{name}:{begin}", "".join(pieces), escape)
+        if not (whole := "".join(pieces).strip()):
+            continue
+        instruction = _instruction(f"{name}:{begin}", whole, escape)
         if len(instructions) == MOST_INSTRUCTIONS:
             instruction.refuse(f"there are more than {MOST_INSTRUCTIONS} instructions")
         heredocs = []
