@@ -48,4 +48,5 @@ def builds(options: harness.Options, directory: Path) -> tuple[dict[str, float],
                 cached.append(1000 * (time.perf_counter() - begun))
             (images / f"bench-{number}.sif").unlink()
     again, anew = harness.summary(cached), harness.summary(first)
-    return {"build_cached_ms": again["median"]}, {"build_cached_ms": again, "build_first_s": anew}
+    figures = {"build_first_s": anew, "build_cached_ms": again}
+    return {name: figure["median"] for name, figure in figures.items()}, figures

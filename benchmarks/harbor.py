@@ -22,7 +22,7 @@ from typing import Any
 import structlog
 
 from benchmarks import harness
-from benchmarks._dockerfile import measure as measure_builds
+from benchmarks._dockerfile import builds
 from benchmarks._task_checks import check_tasks_per_min
 from rollout.schema import RolloutRequest
 from sandbox.host_client import HostClient
@@ -96,11 +96,6 @@ def overhead(options: harness.Options, directory: Path) -> tuple[dict[str, float
     turns = handler.turns[1:]  # the first one fills caches and the pool
     over = harness.summary(turn["ours"] - turn["by_hand"] for turn in turns)
     return {"overhead_s": over["median"]}, {"overhead_s": over, "seconds": harness.summaries(turns)}
-
-
-def builds(options: harness.Options, directory: Path) -> tuple[dict[str, float], dict[str, Any]]:
-    """Builds of Dockerfiles."""
-    return dict(measure_builds(options.rounds)), {}
 
 
 def checks(options: harness.Options, directory: Path) -> tuple[dict[str, float], dict[str, Any]]:
