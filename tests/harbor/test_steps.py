@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from rollout.schema import Limits, Rollout, State
 from rollout.trajectory import FinishReason
 from tests.helpers.harbor_tasks import Play, bash, checks, refused, said
 from tests.helpers.players import finish
+from workers.agent.turns import RunDiverged
+from workers.handlers.harbor import steps
 
 TOML = """
 {first}
@@ -107,3 +113,9 @@ def test_an_agent_that_breaks_the_next_step_ends_there_and_keeps_its_score(play:
     failing = {"steps/one/workdir/setup.sh": "echo no such thing; exit 3"}
     why = refused(played(play, files=failing))
     assert "setup.sh of step one" in why and "no such thing" in why
+
+
+def test_a_lost_worker_begins_steps_anew():
+    ctx = SimpleNamespace(spent_s=3.0)
+    with pytest.raises(RunDiverged, match="begins anew"):
+        asyncio.run(steps.play(ctx, None, None))  # type: ignore[arg-type]
