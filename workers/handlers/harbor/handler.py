@@ -42,7 +42,6 @@ class Harbor(AgentHandler[HarborTask]):
         except SandboxRequestError as error:
             raise TaskError(f"environment: {error}") from error
         await mcp.install(box, trial)
-        await box.setup(trial.environment(step.agent.user))
         # Before a step's own files come: a fresh sandbox that verifies has none of them.
         await verifier.note(box, trial)
         await lay_out(box, trial)
@@ -100,7 +99,6 @@ class Harbor(AgentHandler[HarborTask]):
 
         Raises:
             NoOracle: It brings none.
-            TaskError: The solution fails.
         """
         trial = await trial_of(ctx)
         ctx.agent.trajectory.warnings += trial.warnings()

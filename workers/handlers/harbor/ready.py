@@ -21,7 +21,8 @@ class NotReady(TaskError):
 
 
 async def lay_out(box: SandboxClient, trial: Trial) -> None:
-    """Make the directories that Harbor promises, and have the shell stand in the working directory."""
+    """Give the shell the task's variables and directory, and make those that Harbor promises."""
+    await box.setup(trial.environment(trial.directory.steps[0].agent.user))
     places = " ".join(map(shlex.quote, (AGENT_LOGS, VERIFIER_LOGS, ARTIFACTS, trial.workdir)))
     result = await box.bash(f"mkdir -p -m 777 {places} && cd {shlex.quote(trial.workdir)}")
     _require(result, "the directories cannot be made")

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollout.suites.harbor.directory import StepDirectory, load
+from sandbox.client import ExecResult, SandboxClient
 from workers.bundles import unpacked
-from workers.handlers.base import RunContext
+from workers.handlers.base import Context, RunContext
 from workers.handlers.harbor.network import way_out
 from workers.handlers.harbor.ready import TAIL
 from workers.handlers.harbor.task import HarborTask
@@ -25,26 +26,33 @@ async def solve(ctx: RunContext[HarborTask], trial: Trial, step: StepDirectory) 
 
     Raises:
         NoOracle: There is none.
-        TaskError: It fails, or takes longer than the agent may.
     """
-    box = ctx.sandbox
-    assert box is not None
+    assert ctx.sandbox is not None
     if step.solution is None or not (step.solution / "solve.sh").is_file():
         raise NoOracle(f"{trial.directory.name}: there is no solution/solve.sh")
-    await box.exec(["rm", "-rf", SOLUTION])
-    await box.upload(step.solution, SOLUTION)
     limit = min(trial.agent_s(step), ctx.limits.run_timeout_s - ctx.spent_s)
-    async with way_out(box, *trial.network(step.agent), ctx) as variables:
-        env = trial.environment(step.agent.user, trial.directory.config.solution.env) | variables
-        env.setdefault("DEBIAN_FRONTEND", "noninteractive")
-        argv = ["bash", f"{SOLUTION}/solve.sh"]
-        result = await box.exec(argv, limit, cwd=trial.workdir, env=env, merge_output=True)
-    await box.exec(["rm", "-rf", SOLUTION])
+    result = await carry_out(ctx, ctx.sandbox, trial, step, limit)
     ctx.artifacts["/".join(filter(None, ("solution.log", step.name)))] = result.stdout
     if result.exit_code != 0:
         # Harbor lets the verifier decide; and so it does here.
         how = "took too long" if result.timed_out else f"ended with {result.exit_code or result.not_started}"
         ctx.agent.trajectory.warnings.append(f"solve.sh {how}: …{result.stdout[-TAIL:]}")
+
+
+async def carry_out(
+    ctx: Context[HarborTask], box: SandboxClient, trial: Trial, step: StepDirectory, limit_s: float
+) -> ExecResult:
+    """Run the solution of a step, which has one, in a sandbox; nothing of it stays but what it did."""
+    assert step.solution is not None
+    await box.exec(["rm", "-rf", SOLUTION])
+    await box.upload(step.solution, SOLUTION)
+    async with way_out(box, *trial.network(step.agent), ctx) as way:
+        env = trial.environment(step.agent.user, trial.directory.config.solution.env)
+        env = {"DEBIAN_FRONTEND": "noninteractive"} | env | way
+        argv = ["bash", f"{SOLUTION}/solve.sh"]
+        result = await box.exec(argv, limit_s, cwd=trial.workdir, env=env, merge_output=True)
+    await box.exec(["rm", "-rf", SOLUTION])
+    return result
 
 
 async def hidden(task: HarborTask) -> Sequence[Hidden]:

@@ -19,13 +19,13 @@ from sandbox.client import SandboxClient
 from sandbox.runtimes.base import Places
 from workers.errors import AgentFault, TaskError
 from workers.handlers.base import Context, EvalContext, RunContext
-from workers.handlers.harbor import carry, rewards
+from workers.handlers.harbor import carry, rewards, solution
 from workers.handlers.harbor.images import image_of
 from workers.handlers.harbor.network import way_out
 from workers.handlers.harbor.ready import begin, lay_out
 from workers.handlers.harbor.rewards import NoReward
 from workers.handlers.harbor.task import HarborTask
-from workers.handlers.harbor.trial import ARTIFACTS, SOLUTION, TESTS, Trial
+from workers.handlers.harbor.trial import ARTIFACTS, TESTS, Trial
 
 _ENTERED = re.compile(r"""(?:\bcd\s+|\bPYTHONPATH=)["']?([\w./-]+)""")
 MAX_LOG_CHARS = 200_000
@@ -161,7 +161,9 @@ class _Verification:
             await lay_out(box, self._trial)
             for earlier in self._trial.directory.steps[: self._trial.directory.steps.index(step) + 1]:
                 await begin(box, self._trial, earlier)
-                await self._solve(box, earlier)
+                if earlier.solution is not None:
+                    limit = min(self._trial.agent_s(earlier), self._left())
+                    await solution.carry_out(self._ctx, box, self._trial, earlier, limit)
             async with self._files(box) as luggage:
                 oracles = await self._grade(luggage, min(self._full, self._left()))
         if oracles.reward is None:
@@ -173,17 +175,6 @@ class _Verification:
                 f"give at least {3 * self._full + MARGIN_S:.0f} s"
             )
         self._ctx.log.warning("the agent's files keep the verifier from a reward", why=agents.why)
-
-    async def _solve(self, box: SandboxClient, step: StepDirectory) -> None:
-        trial = self._trial
-        if step.solution is None:
-            return
-        await box.upload(step.solution, SOLUTION)
-        async with way_out(box, *trial.network(step.agent)) as way:
-            env = trial.environment(step.agent.user, trial.directory.config.solution.env) | way
-            limit = min(trial.agent_s(step), self._left())
-            await box.exec(["bash", f"{SOLUTION}/solve.sh"], limit, cwd=trial.workdir, env=env)
-        await box.exec(["rm", "-rf", SOLUTION])
 
     @asynccontextmanager
     async def _files(self, box: SandboxClient) -> AsyncIterator[carry.Luggage]:
