@@ -18,8 +18,9 @@ from sandbox.errors import SandboxRequestError
 from workers.errors import AgentFault, InfrastructureError
 from workers.handlers.harbor import rewards
 
-PLACE = Path(__file__).parent / "inside" / "place.py"
-ARCHIVE = "/tmp/.rollout-carry/files.tar"
+INSIDE = Path(__file__).parent / "inside"
+ROOM = "/tmp/.rollout-carry"
+ARCHIVE = f"{ROOM}/files.tar"
 NOT_NOTED = (
     *("/proc", "/sys", "/dev", "/run", "/sbx", "/sbx-python", "/.singularity.d"),
     *("/tests", "/solution", "/logs/verifier"),
@@ -118,8 +119,11 @@ async def place(
         "stale": rewards.FILES,
         "trust": trust,
     }
-    argv = [TRUSTED_PYTHON, "-c", PLACE.read_text()]
-    done = await box.exec(argv, PLACE_S, stdin=json.dumps(order), max_output_chars=MAX_ANSWER)
+    for name in ("rules.py", "place.py"):
+        await box.write_file(f"{ROOM}/{name}", (INSIDE / name).read_bytes())
+    done = await box.exec(
+        [TRUSTED_PYTHON, f"{ROOM}/place.py"], PLACE_S, stdin=json.dumps(order), max_output_chars=MAX_ANSWER
+    )
     if done.exit_code != 0:
         if done.limit_exceeded:
             raise AgentFault(f"what the agent left has no room in a sandbox: {done.limit_exceeded}")
