@@ -354,3 +354,23 @@ echo $((1 - $?)) > /logs/verifier/reward.txt
     )
     done = roll(request(write_task(tmp_path / "task", toml, test=test)), f"{script}; echo a > a; touch b.tmp")
     assert done.reward == 1.0, log_of(done)
+
+
+def test_files_that_a_step_came_with_are_the_tasks_and_what_the_agent_made_of_them_counts(tmp_path):
+    toml = f'{OFFLINE}[[steps]]\nname = "only"\n'
+    test = """
+cd /app
+test "$(cat src/pluggy/__init__.py conftest.py)" = "changed
+given" && test ! -e removed && test -e kept && test ! -e src/iniconfig.py
+echo $((1 - $?)) > /logs/verifier/reward.txt
+"""
+    step = "steps/only/"
+    files = {
+        f"{step}workdir/{name}": "given\n"
+        for name in ("src/pluggy/__init__.py", "conftest.py", "removed", "kept")
+    }
+    files |= {f"{step}instruction.md": "Change it.", f"{step}tests/test.sh": f"PYTHONPATH=/app/src\n{test}"}
+    task = write_task(tmp_path / "task", toml, instruction=None, test=None, solution=None, files=files)
+    script = "echo changed | tee src/pluggy/__init__.py conftest.py > src/iniconfig.py; rm removed"
+    done = roll(request(task), script)
+    assert done.reward == 1.0, (done.error, done.trajectory.artifacts)

@@ -39,6 +39,8 @@ class Luggage:
 
     archive: Path
     removed: Sequence[str]
+    paths: frozenset[str]
+    """Of what was changed or made; where whole trees travel none is told."""
     bytes: int
 
 
@@ -91,12 +93,13 @@ async def _packed(
             moved = await box.archive("/", archive, exclude=exclude, max_bytes=MOST_BYTES, entries=entries)
         except SandboxRequestError as error:
             raise AgentFault(f"what the agent left cannot be taken: {error}") from error
-        yield Luggage(archive, removed, moved.bytes)
+        yield Luggage(archive, removed, frozenset(f"/{path}" for path, _ in entries), moved.bytes)
 
 
 async def place(
     box: SandboxClient,
     luggage: Luggage,
+    given: Sequence[str],
     workdir: str,
     roots: Sequence[str],
     env: Mapping[str, str],
@@ -104,15 +107,18 @@ async def place(
 ) -> list[str]:
     """Put the files into a fresh sandbox, but for those that would run the verifier; answers which, and why.
 
-    The directories that Harbor promises are made, and reward files that the image has are gone.
+    What is there already is the task's, so it shadows nothing. The directories that Harbor promises are made,
+    and reward files that the image has are gone.
 
     Args:
+        given: Files that were put there although they were not noted; the agent may have removed some.
         roots: Directories, beside the working directory, where modules may be found before others.
         env: Of the verifier.
         trust: Leave away only what belongs to the verifier itself.
     """
+    removed = [*luggage.removed, *(path for path in given if path not in luggage.paths)]
     await box.upload(luggage.archive, ARCHIVE, max_bytes=2 * MOST_BYTES)
-    order = {"archive": ARCHIVE, "removed": luggage.removed, "workdir": workdir, "env": dict(env)}
+    order = {"archive": ARCHIVE, "removed": removed, "workdir": workdir, "env": dict(env)}
     order |= {
         "roots": list(roots),
         "directories": [*PROMISED, workdir],

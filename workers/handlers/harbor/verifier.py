@@ -203,12 +203,25 @@ class _Verification:
                 options["limits"] = replace(options["limits"], disk_mb=more)
             async with self._ctx.sandboxes.fresh(self._ctx, **options) as box:
                 trust, roots = self._trial.task.trust_system, entered(self._step.tests, workdir)
-                withheld = await carry.place(box, luggage, workdir, roots, env, trust)
+                given = await self._give(box)
+                withheld = await carry.place(box, luggage, given, workdir, roots, env, trust)
                 for tests in self._step.tests:
                     await box.upload(tests, TESTS)
                 return await self._run(box, workdir, env, most, withheld)
         except AgentFault as error:  # over the sandbox's limits: by the tests, or by what they run
             return _Outcome(why=str(error))
+
+    async def _give(self, box: SandboxClient) -> list[str]:
+        """Put in what the steps so far came with, which is not the agent's; answers the paths."""
+        trial, given = self._trial, list[str]()
+        if self._step.verifier.separate:
+            return given
+        for step in trial.directory.steps[: trial.directory.steps.index(self._step) + 1]:
+            if step.workdir is not None:
+                await box.upload(step.workdir, trial.workdir)
+                files = [file for file in step.workdir.rglob("*") if file.is_symlink() or not file.is_dir()]
+                given += [f"{trial.workdir}/{file.relative_to(step.workdir)}" for file in files]
+        return given
 
     async def _run(
         self, box: SandboxClient, workdir: str, env: dict[str, str], most: float, withheld: list[str]
