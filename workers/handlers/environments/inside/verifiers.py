@@ -6,13 +6,15 @@ import itertools
 import json
 import math
 import sys
+from importlib.util import find_spec
 from types import ModuleType
 
 from pydantic import BaseModel
 
-# Half of what importing verifiers takes, for the answers of a client that nobody calls here.
-sys.modules["anthropic"], sys.modules["anthropic.types"] = ModuleType("anthropic"), ModuleType("types")
-vars(sys.modules["anthropic.types"]).update(Message=BaseModel, Usage=BaseModel)
+if find_spec("anthropic") is None:
+    # It would be half of what importing verifiers takes, for the answers of a client that nobody calls here.
+    sys.modules["anthropic"], sys.modules["anthropic.types"] = ModuleType("anthropic"), ModuleType("types")
+    vars(sys.modules["anthropic.types"]).update(Message=BaseModel, Usage=BaseModel)
 
 import verifiers.v1 as vf  # noqa: E402
 from verifiers.v1.envs.single_agent import SingleAgentEnv  # noqa: E402
