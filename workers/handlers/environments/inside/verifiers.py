@@ -16,13 +16,13 @@ if find_spec("anthropic") is None:
     sys.modules["anthropic"], sys.modules["anthropic.types"] = ModuleType("anthropic"), ModuleType("types")
     vars(sys.modules["anthropic.types"]).update(Message=BaseModel, Usage=BaseModel)
 
-import verifiers.v1 as vf  # noqa: E402
-from verifiers.v1.envs.single_agent import SingleAgentEnv  # noqa: E402
-from verifiers.v1.graph import MessageNode  # noqa: E402
-from verifiers.v1.state import State, state_cls  # noqa: E402
-from verifiers.v1.trace import AgentInfo, ModelCall, TraceTask  # noqa: E402
-from verifiers.v1.utils.decorators import invoke  # noqa: E402
-from verifiers.v1.utils.loaders import environment_class, taskset_class, taskset_config_type  # noqa: E402
+import verifiers.v1 as vf
+from verifiers.v1.envs.single_agent import SingleAgentEnv
+from verifiers.v1.graph import MessageNode
+from verifiers.v1.state import State, state_cls
+from verifiers.v1.trace import AgentInfo, ModelCall, TraceTask
+from verifiers.v1.utils.decorators import invoke
+from verifiers.v1.utils.loaders import environment_class, taskset_class, taskset_config_type
 
 MAX_ROWS = 1000
 """Of a taskset without an end."""
