@@ -39,7 +39,7 @@ class SuiteTask(EnvironmentTask):
 
     env: str = Field(min_length=1, max_length=200)
     """Its set: the id or module of an environment, a domain of tau2, a category of BFCL."""
-    index: int = Field(0, ge=0)
+    index: int = Field(0, ge=0, le=10_000_000)
     """Place in the set, from 0."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Passed on to what makes the set."""
