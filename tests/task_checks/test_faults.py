@@ -187,14 +187,44 @@ async def _nothing(box: SandboxClient, *_: object) -> None:
     pass
 
 
+def smith(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of SWE-smith: the image is fine, and the patch puts the bug in."""
+    bug = swe_toy.diff("calc.py", swe_toy.FIXED, swe_toy.FIXED.replace("x // 2", "x // 3"))
+    tests = {"FAIL_TO_PASS": ["tests/test_calc.py::test_half"], "PASS_TO_PASS": []}
+    names = {"instance_id": "smith", "repo": "toy/calc", "image_name": row["image"], "spec": row["spec"]}
+    return {"problem_statement": "half(4) is 1.", "patch": bug, **tests, **names}
+
+
+def r2e(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of R2E-Gym: the image stands at the fix, whose files are in the row."""
+    git = ("git", "-c", "safe.directory=*", "-C", f"{row['image']}{swe_toy.REPO}", "rev-parse", "main")
+    fix = {"header": {"file": {"path": "calc.py"}}, "new_file_content": swe_toy.FIXED}
+    names = ("test_twice[1-2]", "test_twice[2-4]", "test_twice_of_zero", "test_half")
+    return {
+        "instance_id": "r2e",
+        "repo_name": "toy",
+        "docker_image": row["image"],
+        "commit_hash": subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip(),
+        "problem_statement": row["problem_statement"],
+        "modified_files": ["calc.py", "tests/test_calc.py"],
+        "parsed_commit_content": json.dumps({"file_diffs": [fix]}),
+        "execution_result_content": {"test_file_names": ["test_1.py"], "test_file_codes": [swe_toy.TESTS]},
+        "expected_output_json": dict.fromkeys(names, "PASSED"),
+        "spec": {name: value for name, value in row["spec"].items() if name != "log_parser"}
+        | {"test_cmd": "python3 -m pytest -rA -p no:cacheprovider r2e_tests"},
+    }
+
+
 def test_swe_rows_are_solved_by_their_patch_and_later_commits_are_found(checked, rows, monkeypatch):
     row = swe_toy.instance()
     monkeypatch.setenv("ROLLOUT_SANDBOX_IMAGE_ROOTS", str(Path(row["image"]).parent))
     wrong = swe_toy.CODE.replace("x + x + 1", "x + x + 2")
     other = row | {"instance_id": "wrong", "patch": swe_toy.diff("calc.py", swe_toy.CODE, wrong)}
     bare = {name: value for name, value in row.items() if name != "patch"} | {"instance_id": "bare"}
-    _, report = checked(rows(row, other, bare), "--handler", "swe", "--repeat", "1")
-    assert [task["verdict"] for task in report["tasks"]] == ["ok", "oracle fails", "not checkable"]
+    given = rows(row, other, bare, smith(row), r2e(row))
+    _, report = checked(given, "--handler", "swe", "--repeat", "1")
+    found = [task["verdict"] for task in report["tasks"]]
+    assert found == ["ok", "oracle fails", "not checkable", "ok", "ok"], report
     _, report = checked(rows(row), "--handler", f"{__name__}:SweWithHistory", "--repeat", "1")
     (task,) = report["tasks"]
     assert task["verdict"] == "leaks"
