@@ -72,12 +72,20 @@ def planted(root: Path) -> dict[str, str]:
     write_task(
         root / "key", f'[environment.env]\nTOKEN = "{SECRET}"\n[verifier.env]\nJUDGE_KEY = "{SECRET}"\n'
     )
+    steps = {}
+    for name in ("one", "two"):
+        made = {"instruction.md": f"Make {name}.txt", "solution/solve.sh": f"touch {name}.txt\n"}
+        made["tests/test.sh"] = checks(f"test -f {name}.txt")
+        steps |= {f"steps/{name}/{file}": text for file, text in made.items()}
+    both = '[[steps]]\nname = "one"\n[[steps]]\nname = "two"\n'
+    write_task(root / "steps", both, instruction=None, test=None, solution=None, files=steps)
     step(root / "leaked", **{"workdir/old/.backup.py": "import os\n" + HIDDEN})
     step(root / "later", **{"workdir/setup.sh": COMMITS, "solution/solve.sh": SOLUTION})
     program = "printf '#!/bin/sh\\necho mended\\n' >/usr/bin/file && chmod +x /usr/bin/file\n"
     write_task(root / "system", test=checks('test "$(file x)" = mended'), solution=program)
     return {
         "good": "ok",
+        "steps": "ok",
         "flaky": "flaky",
         "free": "nop earns",
         "silent": "no reward",
@@ -109,7 +117,7 @@ def test_each_planted_fault_of_a_harbor_task_is_found(checked, tmp_path):
     # The table has a row for each of these, and none for what is fine.
     table = result.stdout.splitlines()
     assert not any(line.startswith("good") for line in table)
-    assert "11 tasks in " in table[-1] and "1 ok" in table[-1]
+    assert "12 tasks in " in table[-1] and "2 ok" in table[-1]
     good = found["good"]
     assert good["oracle"] == [1.0, 1.0] and set(good["nop"]) == {0.0}
     assert {"init", "oracle", "verify", "total"} <= good["seconds"].keys()

@@ -68,7 +68,8 @@ class Reciter(AgentLoop):
 class Played:
     """What came of a rollout."""
 
-    rollout: Rollout
+    rollout: Rollout = None  # type: ignore[assignment]
+    """Ended."""
     no_oracle: str | None = None
     """Why nothing was played that solves the task."""
     searched: Searched | None = None
@@ -86,7 +87,7 @@ def has_oracle(handler: AgentHandler[Any]) -> bool:
 
 async def play_oracle(handler: AgentHandler[Any], request: RolloutRequest, settings: Settings) -> Played:
     """Play what solves the task."""
-    played = Played(None)  # type: ignore[arg-type]
+    played = Played()
 
     async def run(ctx: RunContext[Any]) -> FinishReason:
         try:
@@ -111,7 +112,7 @@ async def play_nothing(
     handler: AgentHandler[Any], request: RolloutRequest, settings: Settings, *, look: bool, thorough: bool
 ) -> Played:
     """Play an agent that says that it is done, and `look` through its sandbox for what is hidden."""
-    played = Played(None)  # type: ignore[arg-type]
+    played = Played()
 
     async def run(ctx: RunContext[Any]) -> FinishReason:
         ctx.agent = Reciter(ctx, handler, [NOTHING])
