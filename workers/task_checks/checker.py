@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rollout.schema import Rollout, RolloutRequest, Stage, State
+from rollout.schema import Blame, Rollout, RolloutRequest, Stage, State
 from services.settings import Settings
 from workers.errors import StageError
 from workers.handlers.base import AgentHandler
@@ -189,7 +189,8 @@ def _words(rollout: Rollout) -> str:
     error = rollout.error
     if error is None:
         return rollout.drop_reason or State(rollout.state).value
-    return f"{error.type}: {error.message}"
+    whose = " (this machine's fault, not the task's)" if error.blame is Blame.INFRASTRUCTURE else ""
+    return f"{error.type}{whose}: {error.message}"
 
 
 def _log(rollout: Rollout) -> str:
