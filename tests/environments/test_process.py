@@ -8,12 +8,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rollout.schema import Limits, RolloutRequest, State
+from rollout.trajectory import Message
 from sandbox import processes
 from tests.helpers.stack import ROOT, wait_until
+from workers.agent.parsing import ParsedTurn
 from workers.agent.replay import Action
 from workers.handlers.environments import EnvironmentHandler, EnvironmentTask, process
 from workers.handlers.environments.process import Foreign, ProcessEnvironment
@@ -129,6 +132,27 @@ def test_a_worker_that_is_killed_takes_its_environments_and_all_that_they_starte
 def test_a_kind_whose_processes_cannot_be_used_again_starts_one_for_each_rollout(hostile):
     assert hostile(GOOD, reusable=False).reward == 1.0
     assert nothing_is_left(idle=False)
+
+
+def test_a_turn_that_the_time_limit_cuts_off_is_not_taken_for_the_score(configured, toy_home, tmp_path):
+    configured(home=str(toy_home), environment_memory_mb="512")
+    path = tmp_path / "adapter.py"
+    slow = 'time.sleep(0.5)\n        return {"messages": [], "reward": 1.0, "done": True}'
+    score = "\n    def score(self, messages):\n        return {'reward': 0.25}\n"
+    path.write_text(ADAPTER.replace("BODY", slow) + score)
+
+    async def cut_off() -> float | None:
+        episode = ProcessEnvironment(Foreign("toy", path), SimpleNamespace(limits=Limits()))
+        try:
+            await episode.reset(EnvironmentTask(), 1)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await episode.step(ParsedTurn(Message(role="assistant", content="go"), []))
+            return await episode.score(SimpleNamespace(messages=[]))
+        finally:
+            await episode.close()
+
+    assert asyncio.run(cut_off()) == 0.25
 
 
 LIES = {

@@ -229,6 +229,7 @@ class ProcessEnvironment(Environment):
         self._kind, self._step_s = kind, ctx.limits.tool_timeout_s
         self._runner: Runner | None = None
         self._places: asyncio.Semaphore | None = None
+        self._last: asyncio.Task[Any] | None = None
         self._fine = False
 
     async def reset(self, task: Any, seed: int) -> Opening:
@@ -286,15 +287,22 @@ class ProcessEnvironment(Environment):
     async def _call(self, method: str, **arguments: Any) -> Any:
         assert self._runner is not None
         timeout_s = self._step_s if method == "step" else max(self._step_s, LEAST_RESET_S)
+        if self._last is not None:
+            # A turn that the time limit cut off is answered yet, and its answer is not that of this call.
+            await asyncio.shield(self._last)
         self._fine = False
         with metrics.SECONDS.labels(self._kind.name, method).time():
-            answer = await self._runner.call(method, timeout_s, **arguments)
+            self._last = asyncio.create_task(self._runner.call(method, timeout_s, **arguments))
+            answer = await asyncio.shield(self._last)
         if isinstance(answer, dict) and "lost" in answer:
             raise EnvironmentLost(f"{self._kind.name}.{method}: {answer['lost']!s:.1000}")
         self._fine = True
         return answer
 
     async def close(self) -> None:
+        if self._last is not None:
+            self._last.cancel()
+            await asyncio.gather(self._last, return_exceptions=True)
         runner, self._runner = self._runner, None
         if runner is not None:
             keep = self._fine and self._kind.reusable and runner.episodes < MAX_EPISODES
