@@ -233,6 +233,22 @@ def test_a_handler_that_plays_the_user_goes_on_from_any_turn(say, codec):
     assert (first.reasoning, first.text) == ("well", "yes") and second.text == ""
 
 
+def test_a_conversation_goes_on_behind_its_end_with_one_budget_of_turns(say):
+    router = ScriptedRouter([say(call("7") + call(name="finish", message="one")), say("two"), say(call("8"))])
+    agent = loop(router, limits={"max_turns": 3})
+
+    async def talk() -> list[str]:
+        reasons = [await agent.run(ASKED)]
+        assert agent.append([*agent.trajectory.unread, Message(role="user", content="Go on.")])
+        reasons.append(await agent.go_on(None))
+        assert agent.trajectory.unread == [] and agent.append([Message(role="user", content="And on.")])
+        return [*reasons, await agent.go_on(None), await agent.go_on(None)]
+
+    assert asyncio.run(talk()) == ["stop", "stop", "turn_limit", "turn_limit"]
+    assert texts(agent.trajectory, "user") == ["1 plus 1", "Go on.", "And on."]
+    assert texts(agent.trajectory) == ["7", "one", "8"] and len(agent.trajectory.chains) == 1
+
+
 def test_a_turn_is_answered_only_once(say):
     async def twice(agent):
         await agent.start(ASKED)
