@@ -52,7 +52,7 @@ class Searched(BaseModel):
     complete: bool = True
     """False: there was more than could be looked through."""
     too_short: list[str] = Field(default_factory=list)
-    """What is hidden and too short to be told from other text; it was not looked for."""
+    """What is hidden and too short to be told from other text, or too much; it was not looked for."""
     notes: list[str] = Field(default_factory=list)
 
 
@@ -67,8 +67,8 @@ async def search(box: SandboxClient, handler: Any, task: Any, thorough: bool = F
     """
     if not isinstance(handler, Hides):
         return None
-    given = handler.hidden(task)
-    hidden: Sequence[Hidden] = await given if inspect.isawaitable(given) else given
+    named = handler.hidden(task)
+    hidden: Sequence[Hidden] = await named if inspect.isawaitable(named) else named
     if not hidden:
         return None
     asked, too_short = _asked(hidden)

@@ -13,8 +13,6 @@ from rollout.cli.common import Column, Sheet, or_dash
 from workers.task_checks.leaks import Searched
 
 SCHEMA_VERSION = 1
-SHOWN = 3
-"""Hidden things that the table names of a task."""
 
 
 class Verdict(StrEnum):
