@@ -33,7 +33,7 @@ LEFT_OUT = frozenset({".git", "__pycache__", ".DS_Store"})
 """What no task is made of, wherever it lies in the directory."""
 _BLOCK = tarfile.BLOCKSIZE
 _PIECE, _FED = 1 << 20, 64 << 10
-_PAX_RECORD = re.compile(rb"(\d+) (path|linkpath)=([^\n\0]+)\n")
+_PAX_RECORD = re.compile(rb"(\d{1,6}) (path|linkpath)=([^\n\0]+)\n")
 
 
 @dataclass(frozen=True)

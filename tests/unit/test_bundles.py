@@ -149,6 +149,10 @@ HOSTILE = {
         [member("a", pax_headers={"SCHILY.xattr.user.a": "b"})],
         "a header that bundles have none",
     ),
+    "records of a length without an end": (
+        [member("x", tarfile.XHDTYPE, b"9" * 5000 + b" path=a\n")],
+        "a header that bundles have none",
+    ),
     "records for all": (
         [member("g", tarfile.XGLTYPE, b"9 path=a\n")],
         "neither a file, a directory nor a link",

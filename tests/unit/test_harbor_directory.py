@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -499,3 +500,43 @@ def test_a_suite_is_known_by_its_files(tmp_path):
     (tmp_path / "rows.json").write_text("[]")
     names = ("set", "set/a", "rows", "registry.json", "rows.json", "nowhere")
     assert [name for name in names if is_suite(tmp_path / name)] == ["set", "set/a", "registry.json"]
+
+
+LAUGHS = "\n".join(["x0: &x0 [a]", *(f"x{n}: &x{n} [*x{n - 1}, *x{n - 1}]" for n in range(1, 60))])
+MANY = 200_000
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"task.toml": "x = " + "[" * 100_000}, "task.toml: cannot be read"),
+        ({"task.toml": PLAIN + "x = " + "9" * 5000}, "task.toml: cannot be read"),
+        ({"task.toml": f"[environment]\nmemory = '{'9' * 400}G'"}, "task.toml: cannot be read"),
+        ({"environment/docker-compose.yaml": "x: " + "[" * 10_000}, "environment/docker-compose.yaml: "),
+        ({"environment/docker-compose.yaml": "#" * (300 << 10)}, "environment/docker-compose.yaml: larger"),
+        (
+            {"environment/docker-compose.yaml": f"{LAUGHS}\nservices: {{main: {{deploy: [*x59, devices]}}}}"},
+            "environment/docker-compose.yaml, line 61: services.main.deploy: devices: sandboxes have none",
+        ),
+    ],
+)
+def test_what_is_made_to_take_for_ever_is_refused_at_once(tmp_path, files, words):
+    began = time.monotonic()
+    with pytest.raises(SuiteError) as refused:
+        load(make(tmp_path, **files))
+    assert str(refused.value).startswith(f"{tmp_path}/{words}")
+    assert time.monotonic() - began < 20
+
+
+def test_texts_that_hold_up_a_pattern_are_read_in_no_time():
+    began = time.monotonic()
+    assert without_canary("<!--" + "canary" * MANY).startswith("<!--")
+    assert without_canary("\n" * (1 << 20)) == ""
+    bait = "${A}" + "${a:-" * MANY
+    assert resolved({"X": bait}, {"A": "1"}) == {"X": "1" + bait[4:]}
+    assert time.monotonic() - began < 10
+
+
+def test_names_that_move_the_cursor_are_told_as_plain_text(tmp_path):
+    (warning,) = load(make(tmp_path, PLAIN + '"\\u001b[2J" = 1\n')).warnings
+    assert warning.isprintable() and "x1b[2J is not known" in warning

@@ -12,6 +12,8 @@ from rollout.suites import SuiteError
 from rollout.suites.harbor.config import EnvironmentConfig
 
 COMPOSE_FILES = ("docker-compose.yaml", "singularity-compose.yaml")
+MAX_BYTES = 256 << 10
+"""Of a file: it is read by Python, slowly."""
 WITHOUT_EFFECT = frozenset(
     {"container_name", "init", "platform", "pull_policy", "restart", "stdin_open", "tty"}
 )
@@ -42,8 +44,10 @@ def environment_of(folder: Path, environment: EnvironmentConfig) -> EnvironmentC
 def _settings(file: Path) -> Iterator[tuple[str, Any]]:
     yaml = import_of("yaml", f"{file}")
     try:
+        if file.stat().st_size > MAX_BYTES:
+            raise SuiteError(f"{file}: larger than {MAX_BYTES >> 10} KiB")
         root = yaml.compose(file.read_text("utf-8"), Loader=yaml.SafeLoader)
-    except (OSError, UnicodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeError, yaml.YAMLError, RecursionError) as error:
         raise SuiteError(f"{file}: {error}") from None
     services = next((node for _, name, node in _entries(file, "the file", root) if name == "services"), None)
     for line, name, service in _entries(file, "services", services):
@@ -68,7 +72,7 @@ def _setting(where: str, key: str, node: Any) -> Iterator[tuple[str, Any]]:
             if part not in _BUILDS or not re.fullmatch(_BUILDS[part], _word(where, value)):
                 raise SuiteError(f"{where}: {part}: the image is that of environment/Dockerfile, as it is")
     elif key == "deploy":  # else it says what task.toml does
-        if "'devices'" in repr(node):
+        if _holds(node, "devices"):
             raise SuiteError(f"{where}: devices: sandboxes have none")
     elif key == "environment":
         pairs = node.value if isinstance(node.value, list) else []
@@ -92,6 +96,24 @@ def _entries(file: Path, what: str, node: Any) -> list[tuple[int, str, Any]]:
     if node.id != "mapping":
         raise SuiteError(f"{file}, line {node.start_mark.line + 1}: {what} is no mapping")
     return [(key.start_mark.line + 1, str(key.value), value) for key, value in node.value]
+
+
+def _holds(node: Any, word: str) -> bool:
+    """Whether a word is in it, at whatever depth. Each node once: aliases make few lines endlessly large."""
+    seen: set[int] = set()
+    pending = [node]
+    while pending:
+        node = pending.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, tuple | list):
+            pending += node
+        elif node.value == word:
+            return True
+        elif not isinstance(node.value, str):
+            pending += node.value
+    return False
 
 
 def _word(where: str, node: Any) -> str:

@@ -362,4 +362,8 @@ def resolved(env: Mapping[str, str], given: Mapping[str, str], where: str = "env
             raise SuiteError(f"{where}: ${{{match['name']}}} is not given here, and has no default")
         return found
 
-    return {name: _REFERENCE.sub(value, text) for name, text in env.items()}
+    found = {}
+    for name, text in env.items():
+        end = text.rfind("}") + 1  # beyond it nothing is referred to, and a search would go there each time
+        found[name] = _REFERENCE.sub(value, text[:end]) + text[end:]
+    return found

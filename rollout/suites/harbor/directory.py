@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ from rollout.suites.harbor.config import (
 CONFIG = "task.toml"
 MAX_TEXT_BYTES = 1 << 20
 """Of `task.toml` and of an instruction."""
-_CANARY = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -103,6 +101,8 @@ def load(path: str | Path, check_image: bool = True) -> TaskDirectory:
         raise SuiteError(f"{file}: {error}") from None
     except ValidationError as error:
         raise SuiteError(f"{file}: {problems_of(error)}") from None
+    except (ValueError, OverflowError, RecursionError) as error:  # of numbers and tables that are too much
+        raise SuiteError(f"{file}: cannot be read: {error}") from None
     config = config.model_copy(
         update={"environment": environment_of(root / "environment", config.environment)}
     )
@@ -110,7 +110,7 @@ def load(path: str | Path, check_image: bool = True) -> TaskDirectory:
     steps = tuple(_steps(root, config))
     if check_image and config.environment.docker_image is None:
         _require_buildable(root / "environment" / "Dockerfile")
-    warnings = [f"{file}: {name} is not known" for name in unknown(config)]
+    warnings = [f"{file}: {ascii(name)[1:-1]} is not known" for name in unknown(config)]
     warnings += [f"{found}: its rules are not heeded" for found in sorted(root.rglob(".harborignore"))]
     return TaskDirectory(
         path=root,
@@ -125,9 +125,14 @@ def load(path: str | Path, check_image: bool = True) -> TaskDirectory:
 def without_canary(text: str) -> str:
     """A text without the marks at its start by which contaminated training data is found, and empty lines."""
     lines = text.split("\n")
-    while lines and (not lines[0].strip() or _CANARY.fullmatch(lines[0].strip())):
-        del lines[0]
-    return "\n".join(lines)
+    first = next((at for at, line in enumerate(lines) if not _is_mark(line.strip().lower())), len(lines))
+    return "\n".join(lines[first:])
+
+
+def _is_mark(line: str) -> bool:
+    """Whether a line is a comment with a canary, or nothing. No pattern: some texts hold them up for hours."""
+    comment = line.startswith("#") or (line.startswith("<!--") and line.endswith("-->"))
+    return not line or (comment and "canary" in line)
 
 
 def _text(file: Path) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from rollout.image_names import local_name
 from rollout.suites import SuiteError
 from rollout.suites.harbor.config import AgentConfig, User, VerifierConfig, resolved
-from rollout.suites.harbor.directory import StepDirectory, TaskDirectory, load
+from rollout.suites.harbor.directory import MAX_TEXT_BYTES, StepDirectory, TaskDirectory, load
 from sandbox import paths
 from sandbox.errors import ImageError
 from sandbox.images import ImageStore
@@ -31,7 +31,7 @@ LOGS, AGENT_LOGS, VERIFIER_LOGS, ARTIFACTS = "/logs", "/logs/agent", "/logs/veri
 TESTS, SOLUTION = "/tests", "/solution"
 UNLIMITED_S = 1e8
 """For an agent without a time limit of its own; RUN's holds."""
-_WORKDIR = re.compile(r"^\s*WORKDIR\s+(/[^\s$]*)\s*$", re.MULTILINE | re.IGNORECASE)
+_WORKDIR = re.compile(r"WORKDIR\s+(/[^\s$]*)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,9 @@ def _trial(task: HarborTask, directory: TaskDirectory, image: str, given: Mappin
     if workdir == "/":
         # What Harbor's own Apptainer environment does, which knows no image's directory.
         dockerfile = directory.environment / "Dockerfile"
-        named = _WORKDIR.findall(dockerfile.read_text(errors="replace")) if dockerfile.is_file() else []
+        small = dockerfile.is_file() and dockerfile.stat().st_size <= MAX_TEXT_BYTES
+        lines = dockerfile.read_text(errors="replace").splitlines() if small else []
+        named = [found[1] for line in lines if (found := _WORKDIR.fullmatch(line.strip()))]
         app = ["/app"] if (rootfs / "app").is_dir() and not (rootfs / "app").is_symlink() else []
         workdir = [*named[-1:], *app, "/"][0]
     return Trial(task, directory, image, rootfs, declared, workdir, given)
