@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import re
@@ -22,7 +23,7 @@ from rollout import image_names
 from sandbox import paths, processes
 from sandbox.errors import ImageError
 from sandbox.images import ImageStore, image_config, squashfs
-from sandbox.images.dockerfile import build, image_name, lines, load, words
+from sandbox.images.dockerfile import build, image_name, lines, load, source, words
 from sandbox.images.dockerfile.builder import local_name
 from tests.helpers.blocking import SyncHostClient, sandbox_of
 from tests.helpers.sandboxes import small_image
@@ -228,6 +229,15 @@ def test_what_is_not_supported_is_refused_at_load_with_its_line(context, dockerf
         ("FROM base\n" * 101, "100 stages"),
         ("FROM base\n" + "RUN x\n" * 1001, "1000 instructions"),
         ("FROM " + "a/" * 60_000 + "!", "not the name"),
+        (f"FROM base\nENV A={'a' * 120_000}\nENV " + "".join(f"B{i}=x$A " for i in range(60_000)), "8 MiB"),
+        (f"FROM base\nENV A={'a' * 120_000}\nCOPY " + "x$A " * 90_000 + "/", "8 MiB"),
+        (
+            f"FROM base\nENV A={'a' * 120_000}\nCOPY "
+            + " ".join(f"<<B{i}" for i in range(9000))
+            + " /\n"
+            + "".join(f"$A\nB{i}\n" for i in range(9000)),
+            "8 MiB",
+        ),
         ("FROM base\nCOPY " + "*a" * 60 + "b /\nCOPY gone /", "there is no 'gone'"),
     ],
 )
@@ -283,6 +293,34 @@ def test_the_name_changes_with_what_is_asked_for_and_copied_and_nothing_else(con
     assert image_name(context(dockerfile, src__a="1", src__c="2")) != name
     ignoring = context(dockerfile, src__a="1", src__b="2", src__log="x", dot_dockerignore="**/log\n")
     assert image_name(ignoring) == name
+
+
+def test_the_name_tells_apart_what_a_variable_of_the_base_names(context):
+    dockerfile = "FROM base\nCOPY ${OF_THE_BASE}own /own\n"
+    name = image_name(context(dockerfile, own="1", xown="1"))
+    assert name == image_name(context(dockerfile, own="1", xown="1"))
+    assert name != image_name(context(dockerfile, own="1", xown="2"))
+
+
+def test_a_file_is_hashed_once_however_often_it_is_copied(context, monkeypatch):
+    directory = context("FROM base\n" + "".join(f"COPY {'./' * n}src /{n}\n" for n in range(20)), src__a="1")
+    read = []
+    hash_file = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda file, kind: read.append(file) or hash_file(file, kind))
+    image_name(directory)
+    assert len(read) == 1
+
+
+@pytest.mark.parametrize(("text", "why"), [("a\n" * 1001, "1000 patterns"), ("a" * (65 << 10), "64 KiB")])
+def test_a_dockerignore_that_would_take_for_ever_is_refused(context, text, why):
+    with pytest.raises(ImageError, match=why):
+        load(context("FROM base\nCOPY . /\n", dot_dockerignore=text))
+
+
+def test_what_all_lines_copy_is_bounded_together(context, monkeypatch):
+    monkeypatch.setattr(source, "MOST_ENTRIES", 5)
+    with pytest.raises(ImageError, match="Dockerfile:3: COPY: with all before it"):
+        load(context("FROM base\nCOPY src /a\nCOPY ./src /b\n", src__a="1", src__b="2"))
 
 
 def test_a_dockerignore_is_read_as_docker_reads_it(context):

@@ -130,7 +130,7 @@ def without_canary(text: str) -> str:
 
 
 def _is_mark(line: str) -> bool:
-    """Whether a line is a comment with a canary, or nothing. No pattern: some texts hold them up for hours."""
+    """Whether a line is a comment with a canary, or nothing. No pattern: texts hold them up for hours."""
     comment = line.startswith("#") or (line.startswith("<!--") and line.endswith("-->"))
     return not line or (comment and "canary" in line)
 

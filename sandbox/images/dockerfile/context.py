@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 MOST_ENTRIES = 200_000
+MOST_RULES, MOST_RULE_BYTES = 1000, 64 << 10
+"""Of a `.dockerignore`: each is tried with each file."""
 CHUNK = 1 << 20
 WILDCARD = re.compile(r"[*?\[\\]")
 ZSTANDARD = b"\x28\xb5\x2f\xfd"
@@ -48,14 +50,19 @@ class Ignored:
 
     def __init__(self, text: str = ""):
         rows = [line.strip() for line in text.splitlines()]
-        self.rules = [_rule(row) for row in rows if row and not row.startswith("#")]
+        rows = [row for row in rows if row and not row.startswith("#")]
+        if len(rows) > MOST_RULES:
+            raise ValueError(f".dockerignore has more than {MOST_RULES} patterns")
+        self.rules = [_rule(row) for row in rows]
         self.has_exceptions = any(keep for keep, _ in self.rules)
 
     @classmethod
     def of(cls, context: Path, dockerfile: Path) -> Ignored:
-        """`DOCKERFILE.dockerignore` goes before `.dockerignore`."""
+        """`DOCKERFILE.dockerignore` goes before `.dockerignore`. Raises ValueError where it is too long."""
         for place in (dockerfile.with_name(dockerfile.name + ".dockerignore"), context / ".dockerignore"):
             with contextlib.suppress(OSError):
+                if place.stat().st_size > MOST_RULE_BYTES:
+                    raise ValueError(f"{place.name} is larger than {MOST_RULE_BYTES >> 10} KiB")
                 return cls(place.read_text(errors="replace"))
         return cls()
 
@@ -190,14 +197,20 @@ def _is_archive(path: Path) -> bool:
     return tarfile.is_tarfile(path)
 
 
-def digest(found: Found) -> str:
-    """Of names, contents and what can be run; neither times nor owners, nor modes beyond that, count."""
+def digest(found: Found, contents: dict[Path, str] | None = None) -> str:
+    """Of names, contents and what can be run; neither times nor owners, nor modes beyond that, count.
+
+    `contents`: of files that were read already; filled with those that are read now.
+    """
+    contents = {} if contents is None else contents
     total = hashlib.sha256(repr(found.bases).encode())
     for entry in found.entries:
         content = ""
         if stat.S_ISREG(entry.mode):
-            with entry.path.open("rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
+            if entry.path not in contents:
+                with entry.path.open("rb") as file:
+                    contents[entry.path] = hashlib.file_digest(file, "sha256").hexdigest()
+            content = contents[entry.path]
         elif stat.S_ISLNK(entry.mode):
             content = str(entry.path.readlink())
         kind = (stat.S_IFMT(entry.mode), plain_mode(entry.mode))

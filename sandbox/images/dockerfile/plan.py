@@ -22,6 +22,8 @@ PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "NO_PROXY", "ALL_PROXY")
 """Arguments that need no ARG, and count for no cache."""
 REMOTE = re.compile(r"(https?|ftp|git|ssh)://|git@|.*\.git(#|$)")
 MOST_VARIABLES, MOST_STAGES, MOST_REFERENCE = 256 << 10, 100, 512
+MOST_EXPANDED = 8 << 20
+"""Characters of all texts of a Dockerfile with their variables replaced: `$A $A $A` makes much of little."""
 REFERENCE = re.compile(
     r"(?:[\w-][\w.-]*(?::\d+)?/)*[\w-][\w.-]*(?::[\w.-]+)?(?:@sha256:[0-9a-f]{64})?", re.ASCII
 )
@@ -97,6 +99,7 @@ class Planner:
         self.globals: dict[str, str] = {}
         self.stages: list[Stage] = []
         self.notices: list[str] = []
+        self.expanded = 0
 
     def plan(self, instructions: list[Instruction], name: str) -> Plan:
         """Raises ImageError with file and line, for all that is not supported."""
@@ -126,9 +129,20 @@ class Planner:
         """Note what somebody may not expect."""
         self.notices.append(f"{instruction.place}: {instruction.keyword} {what}")
 
-    def expand(self, instruction: Instruction, text: str) -> str:
-        """`text` with the values of the stage's variables. Raises ValueError."""
-        return words.expand(text, self.stages[-1].variables, instruction.escape)
+    def expand(
+        self,
+        instruction: Instruction,
+        text: str,
+        scope: Mapping[str, str] | None = None,
+        quotes: bool = True,
+    ) -> str:
+        """`text` with the values of the stage's variables, or of `scope`. Raises ValueError."""
+        scope = self.stages[-1].variables if scope is None else scope
+        value = words.expand(text, scope, instruction.escape, quotes)
+        self.expanded += len(value)
+        if self.expanded > MOST_EXPANDED:
+            raise ValueError(f"with its variables the file is longer than {MOST_EXPANDED >> 20} MiB")
+        return value
 
     # -- instructions ------------------------------------------------------------------
 
@@ -141,10 +155,10 @@ class Planner:
             instruction.refuse(f"there are more than {MOST_STAGES} stages")
         scope = {**self.arguments, **self.globals}
         if "platform" in flags:
-            platform = words.expand(flags["platform"], scope, instruction.escape)
+            platform = self.expand(instruction, flags["platform"], scope)
             if platform.removesuffix("/v8") != self.platform:
                 instruction.refuse(f"--platform={platform} is not this machine's, {self.platform}")
-        reference = words.expand(match[1], scope, instruction.escape)
+        reference = self.expand(instruction, match[1], scope)
         if not reference:
             instruction.refuse(f"{match[1]} stands for nothing; give the argument a value with --build-arg")
         base = self.origin(instruction, reference, numbers=False)
@@ -178,7 +192,7 @@ class Planner:
                 instruction.refuse(f"{name!r} is no name of an argument")
             self.unused.discard(name)
             scope = stage.variables if stage else {**self.arguments, **self.globals}
-            value = words.expand(default, scope, instruction.escape) if separator else None
+            value = self.expand(instruction, default, scope) if separator else None
             value = self.arguments.get(name, self.globals.get(name) if stage and value is None else value)
             if value is not None:
                 (stage.arguments if stage else self.globals)[name] = value
@@ -308,7 +322,7 @@ class Planner:
         text = _chomped(heredoc)
         if not heredoc.expand:
             return text
-        return words.expand(text, self.stages[-1].variables, instruction.escape, quotes=False)
+        return self.expand(instruction, text, quotes=False)
 
 
 def _chomped(heredoc: Heredoc) -> str:

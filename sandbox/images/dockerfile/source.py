@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from sandbox.errors import ImageError
 from sandbox.images.dockerfile import lines
-from sandbox.images.dockerfile.context import Found, Ignored, digest, find
+from sandbox.images.dockerfile.context import MOST_ENTRIES, Found, Ignored, digest, find
 from sandbox.images.dockerfile.plan import Plan, Planner, Step
 from sandbox.images.environment import ImageConfig
 
@@ -27,6 +28,7 @@ class Source:
     arguments: Mapping[str, str]
     ignored: Ignored
     _found: dict[tuple[tuple[str, ...], bool], Found] = field(default_factory=dict)
+    _contents: dict[Path, str] = field(default_factory=dict)
 
     def plan(self, bases: Mapping[str, ImageConfig] | None = None) -> Plan:
         """`bases`: what the images declare that it starts from, by reference. Raises ImageError."""
@@ -40,13 +42,17 @@ class Source:
         try:
             if key not in self._found:
                 self._found[key] = find(self.context, step.sources, self.ignored, step.unpack)
+                if sum(len(found.entries) for found in self._found.values()) > MOST_ENTRIES:
+                    raise ValueError(f"with all before it, it copies more than {MOST_ENTRIES} files")
             return self._found[key]
         except (ValueError, OSError) as error:
             step.instruction.refuse(str(error))
 
     def digest(self, step: Step) -> str:
         """Of the step and what it copies of the context."""
-        content = digest(self.found(step)) if step.sources and step.origin is None else ""
+        content = ""
+        if step.sources and step.origin is None:
+            content = digest(self.found(step), self._contents)
         return hash_of(step.request, step.sources, step.unpack, content)
 
     def name(self) -> str:
@@ -55,7 +61,16 @@ class Source:
             (stage.base, asdict(stage.config), [(self.digest(step), step.origin) for step in stage.steps])
             for stage in self.plan().stages
         ]
+        if any(map(_names_by_variable, self.instructions)):
+            # The variable may be one of the image that it starts from, which is not looked at here.
+            stages.append(("", {}, [(digest(find(self.context, ["."], self.ignored), self._contents), None)]))
         return f"dockerfile-{hash_of(stages)[:NAME_CHARS]}"
+
+
+def _names_by_variable(instruction: lines.Instruction) -> bool:
+    """Whether what it copies is named with a variable."""
+    words = instruction.array() or instruction.rest.split()
+    return instruction.keyword in ("COPY", "ADD") and any("$" in word for word in words[:-1])
 
 
 def hash_of(*parts: object) -> str:
@@ -80,7 +95,11 @@ def load(place: Path, arguments: Mapping[str, str] | None = None) -> Source:
     dockerfile = (place / "Dockerfile" if place.is_dir() else place).absolute()
     context = dockerfile.parent
     instructions = tuple(lines.read(dockerfile))
-    source = Source(context, instructions, dict(arguments or {}), Ignored.of(context, dockerfile))
+    try:
+        ignored = Ignored.of(context, dockerfile)
+    except ValueError as error:
+        raise ImageError(str(error)) from None
+    source = Source(context, instructions, dict(arguments or {}), ignored)
     for stage in source.plan().stages:
         for step in stage.steps:
             if step.sources and step.origin is None:
