@@ -30,6 +30,7 @@ name = "two"
 [[steps]]
 name = "three"
 """
+FINAL = 'multi_step_reward_strategy = "final"'
 STEPS = {
     "steps/one/instruction.md": "Make 1.",
     "steps/one/tests/test.sh": checks("test -f 1"),
@@ -90,23 +91,25 @@ def test_a_step_that_does_not_earn_enough_is_the_last_one(play: Play):
 def test_limits_end_all_steps_and_what_was_reached_is_scored(play: Play):
     slow = [bash("touch 1"), "Done.", bash("touch 2; sleep 20", timeout=20)]
     done = played(play, *slow, two="agent = { timeout_sec = 1.5 }")
-    assert done.finish_reason is FinishReason.TIME_LIMIT and done.reward == 1.0
+    assert done.finish_reason is FinishReason.TIME_LIMIT and done.reward == 2 / 3
     assert done.metrics["steps_played"] == 2 and done.state is State.TIMED_OUT
     done = played(play, bash("touch 1"), "Done.", limits=Limits(max_turns=2))
-    assert done.finish_reason is FinishReason.TURN_LIMIT and done.reward == 0.5
+    assert done.finish_reason is FinishReason.TURN_LIMIT and done.reward == 1 / 3
     cut_off = bash("touch 1; sleep 20", timeout=20)
     done = played(play, cut_off, limits=Limits(run_timeout_s=3))
-    assert done.finish_reason is FinishReason.TIME_LIMIT and done.reward == 1.0
+    assert done.finish_reason is FinishReason.TIME_LIMIT and done.reward == 1 / 3
     assert done.reward_components["step.one"] == 1.0, "verified in EVAL"
     stuck = [bash("true")] * 5
     done = played(play, *stuck, limits=Limits(max_repeated_actions=3))
     assert done.finish_reason is FinishReason.REPEATED_ACTIONS and done.metrics["turns"] == 3
 
 
-def test_an_agent_that_breaks_the_next_step_ends_there_and_keeps_its_score(play: Play):
+def test_an_agent_that_breaks_the_next_step_ends_there_and_has_earned_no_more(play: Play):
     health = "healthcheck = { command = 'test ! -e broken', interval_sec = 0.01, retries = 1 }"
     done = played(play, bash("touch 1 broken"), "Done.", two=health)
-    assert done.reward == 1.0 and done.metrics["steps_played"] == 1
+    assert done.reward == 1 / 3 and done.metrics["steps_played"] == 1
+    last = played(play, bash("touch 1 broken"), "Done.", two=health, first=FINAL)
+    assert last.reward == 0.0, "the last step is one that the agent kept from being played"
     assert any("steps end before two" in warning for warning in done.trajectory.warnings)
     done = played(play, bash("touch 1; cd /; mv /work /elsewhere; echo >/work"), "Done.")
     assert done.metrics["steps_played"] == 1 and done.error is None

@@ -80,15 +80,18 @@ async def evaluate(ctx: EvalContext[HarborTask], trial: Trial) -> Reward:
     cut_off = next((at for at, note in enumerate(_notes(ctx)) if note["reward"] is None), None)
     if cut_off is not None or not _notes(ctx):
         await _verified(ctx, trial, trial.directory.steps[cut_off or 0])
-    notes = _notes(ctx)
-    # As in Harbor: what was not reached does not count.
+    played = _notes(ctx)
+    # As in Harbor, steps behind one that earned too little do not count. Those that the agent has kept from
+    # being played do, else one step well done and a limit, or a broken sandbox, would be worth all of them.
+    missing = trial.directory.steps[len(played) :] if _is_enough(trial, played[-1]) else ()
+    notes = [*played, *({"step": step.name, "reward": 0.0, "rewards": {}} for step in missing)]
     counted = notes[-1:] if trial.directory.config.multi_step_reward_strategy == "final" else notes
     names = dict.fromkeys(name for note in counted for name in note["rewards"])
     components = {
         name: sum(note["rewards"].get(name, 0.0) for note in counted) / len(counted) for name in names
     }
-    components |= {f"step.{note['step']}": note["reward"] for note in notes}
-    ctx.metrics["steps_played"] = len(notes)
+    components |= {f"step.{note['step']}": note["reward"] for note in played}
+    ctx.metrics["steps_played"] = len(played)
     return Reward(sum(note["reward"] for note in counted) / len(counted), components)
 
 
@@ -121,7 +124,13 @@ async def _verified(ctx: Ctx | EvalContext[HarborTask], trial: Trial, step: Step
     await keep_artifacts(ctx, trial, step)
     note = {"step": step.name, "reward": verdict.reward, "rewards": verdict.rewards}
     _note(ctx, trial.directory.steps.index(step), note)
+    return _is_enough(trial, note)
+
+
+def _is_enough(trial: Trial, note: dict[str, Any]) -> bool:
+    """Whether what a step earned opens the next one."""
+    step = next(step for step in trial.directory.steps if step.name == note["step"])
     least = step.config.min_reward
     if isinstance(least, dict):
-        return all(verdict.rewards.get(name, float("-inf")) >= value for name, value in least.items())
-    return least is None or verdict.reward >= least
+        return all(note["rewards"].get(name, float("-inf")) >= value for name, value in least.items())
+    return least is None or note["reward"] >= least
