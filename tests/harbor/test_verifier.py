@@ -6,6 +6,7 @@ import asyncio
 import json
 
 from rollout.schema import Blame, Rollout, State
+from sandbox.config import HostConfig
 from tests.helpers.harbor_agents import LIMITS, OFFLINE, roll, roll_many
 from tests.helpers.harbor_tasks import request, write_task
 from workers.handlers.harbor import carry, verifier
@@ -325,6 +326,13 @@ def test_more_than_may_travel_is_scored_0(tmp_path, monkeypatch):
     done = roll(task, "touch done.txt; head -c 2M /dev/zero > big")
     assert (done.reward, done.drop) == (0.0, False), done.error
     assert any("at app/big" in warning for warning in done.trajectory.warnings)
+
+
+def test_no_agent_drops_its_sample_by_files_that_a_sandbox_of_the_nodes_largest_has_to_hold(tmp_path):
+    most = HostConfig.from_environment().disk_mb.most
+    task = request(write_task(tmp_path / "task", f"{OFFLINE}\nstorage_mb = {most}"))
+    done = roll(task, "touch done.txt; head -c 10M /dev/zero > big")
+    assert done.reward == 1.0, done.error
 
 
 # -- a verifier of its own ---------------------------------------------------------------------------------

@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rollout.suites.harbor.directory import StepDirectory
 from sandbox.client import SandboxClient
+from sandbox.errors import SandboxRequestError
 from sandbox.runtimes.base import Places
 from workers.errors import AgentFault, TaskError
 from workers.handlers.base import Context, EvalContext, RunContext
@@ -198,10 +199,7 @@ class _Verification:
         """Run the verifier on the files in a fresh sandbox."""
         try:
             options, workdir, env = await self._place()
-            if options["limits"].disk_mb and luggage.bytes > ROOMY:  # the archive is there beside its files
-                more = options["limits"].disk_mb + (2 * luggage.bytes >> 20)
-                options["limits"] = replace(options["limits"], disk_mb=more)
-            async with self._ctx.sandboxes.fresh(self._ctx, **options) as box:
+            async with self._roomy(options, luggage) as box:
                 trust, roots = self._trial.task.trust_system, entered(self._step.tests, workdir)
                 given = await self._give(box)
                 withheld = await carry.place(box, luggage, given, workdir, roots, env, trust)
@@ -222,6 +220,18 @@ class _Verification:
                 files = [file for file in step.workdir.rglob("*") if file.is_symlink() or not file.is_dir()]
                 given += [f"{trial.workdir}/{file.relative_to(step.workdir)}" for file in files]
         return given
+
+    @asynccontextmanager
+    async def _roomy(self, options: dict[str, Any], luggage: carry.Luggage) -> AsyncIterator[SandboxClient]:
+        """A fresh sandbox with room for the archive beside its files, as far as the node gives it."""
+        limits, fresh = options["limits"], self._ctx.sandboxes.fresh
+        box = None
+        async with AsyncExitStack() as stack:
+            if limits.disk_mb and luggage.bytes > ROOMY:
+                more = replace(limits, disk_mb=limits.disk_mb + (2 * luggage.bytes >> 20))
+                with suppress(SandboxRequestError):  # the bytes are the agent's, and must not end its sample
+                    box = await stack.enter_async_context(fresh(self._ctx, **{**options, "limits": more}))
+            yield box or await stack.enter_async_context(fresh(self._ctx, **options))
 
     async def _run(
         self, box: SandboxClient, workdir: str, env: dict[str, str], most: float, withheld: list[str]
