@@ -25,7 +25,7 @@ async def lay_out(box: SandboxClient, trial: Trial) -> None:
     await box.setup(trial.environment(trial.directory.steps[0].agent.user))
     places = " ".join(map(shlex.quote, (AGENT_LOGS, VERIFIER_LOGS, ARTIFACTS, trial.workdir)))
     result = await box.bash(f"mkdir -p -m 777 {places} && cd {shlex.quote(trial.workdir)}")
-    _require(result, "the directories cannot be made")
+    _require(result, "the task's directories cannot be made, which takes the runtime apptainer")
 
 
 async def begin(box: SandboxClient, trial: Trial, step: StepDirectory) -> None:
