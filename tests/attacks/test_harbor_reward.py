@@ -202,9 +202,13 @@ async def naively(name: str, host: HostClient, task: Path) -> float | None:
         await box.bash("mkdir -p /app /logs/agent /logs/verifier /logs/artifacts && cd /app")
         await box.bash(script_of(name), PATIENCE_S)
         await box.upload(task / "tests", "/tests")
-        await box.bash("cd /app; rm -f /logs/verifier/reward.txt /logs/verifier/reward.json; sleep 0.3")
+        await box.bash("cd /app; rm -f /logs/verifier/reward.txt /logs/verifier/reward.json")
+        # On a busy machine a daemon comes late, and a control must not depend on who is first.
+        if name == "daemon_of_tests":
+            await box.bash("until cmp -s /srv/lie.py /tests/test_outputs.py; do sleep 0.02; done", PATIENCE_S)
         done = await box.bash("bash /tests/test.sh < /dev/null", PATIENCE_S)
-        await box.bash("sleep 0.2")  # files are not read at once
+        if name in ("daemon_of_rewards", "git_config", "git_hook"):
+            await box.bash("until [ 1 = $(</logs/verifier/reward.txt) ]; do sleep 0.02; done", PATIENCE_S / 4)
         if name == "bash_removed":
             return None if done.exit_code == 127 else 0.0
         stale = (await box.stat("/logs/verifier/reward.json")).kind  # which could not be removed
