@@ -17,7 +17,6 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from rollout.suites import SuiteError
 
@@ -32,7 +31,7 @@ MAX_NAME_BYTES = 4096
 LEFT_OUT = frozenset({".git", "__pycache__", ".DS_Store"})
 """What no task is made of, wherever it lies in the directory."""
 _BLOCK = tarfile.BLOCKSIZE
-_PIECE, _FED = 1 << 20, 64 << 10
+_PIECE = 1 << 20
 _PAX_RECORD = re.compile(rb"(\d{1,6}) (path|linkpath)=([^\n\0]+)\n")
 
 
@@ -159,39 +158,18 @@ def _link_fault(name: str, target: str) -> str | None:
 # ------------------------------------------------------------------------------------ reading
 
 
-class _Inflated(io.RawIOBase):
-    """What one member of gzip holds; nothing may follow it."""
-
-    def __init__(self, content: bytes) -> None:
-        self._source, self._rest, self._inflate = io.BytesIO(content), b"", zlib.decompressobj(wbits=31)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, into: Any) -> int:
-        while not self._inflate.eof:
-            self._rest = self._rest or self._source.read(_FED)
-            if not self._rest:
-                raise SuiteError("the bundle ends too early")
-            data = self._inflate.decompress(self._rest, len(into))
-            self._rest = self._inflate.unconsumed_tail
-            if data:
-                into[: len(data)] = data
-                return len(data)
-        if self._inflate.unused_data or self._source.read(1):
-            raise SuiteError("the bundle holds something behind its archive")
-        return 0
-
-
 class _Reader:
     """A compressed archive as it is read, bounded and hashed."""
 
     def __init__(self, content: bytes) -> None:
-        self._file = io.BufferedReader(_Inflated(content), _PIECE)
+        self._file = gzip.GzipFile(fileobj=io.BytesIO(content))
         self._size, self.hash = 0, hashlib.sha256()
 
     def read(self, size: int) -> bytes:
-        data = self._file.read(size)
+        try:
+            data = self._file.read(size)
+        except EOFError:
+            raise _short() from None
         self._size += len(data)
         if self._size > MAX_UNPACKED_BYTES:
             raise _too_large("the bundle")
@@ -201,8 +179,12 @@ class _Reader:
     def whole(self, size: int) -> bytes:
         data = self.read(size)
         if len(data) < size:
-            raise SuiteError("the bundle ends too early")
+            raise _short()
         return data
+
+
+def _short() -> SuiteError:
+    return SuiteError("the bundle ends too early")
 
 
 def contents(content: bytes, digest: str) -> Iterator[Member]:
@@ -219,7 +201,7 @@ def contents(content: bytes, digest: str) -> Iterator[Member]:
         yield from _members(reader)
         while reader.read(_PIECE):
             pass
-    except (zlib.error, tarfile.TarError, UnicodeError) as error:
+    except (gzip.BadGzipFile, zlib.error, tarfile.TarError, UnicodeError) as error:
         raise SuiteError(f"the bundle is no archive in gzip: {error}") from None
     if reader.hash.hexdigest() != digest:
         raise SuiteError(f"the bundle's digest is {reader.hash.hexdigest()}, not {digest}")
