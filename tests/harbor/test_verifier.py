@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
-from rollout.schema import Blame, Rollout, State
+from rollout.schema import Blame, Rollout, Stage, State
 from sandbox.config import HostConfig
 from tests.helpers.harbor_agents import LIMITS, OFFLINE, roll, roll_many
 from tests.helpers.harbor_tasks import request, write_task
@@ -382,3 +382,10 @@ echo $((1 - $?)) > /logs/verifier/reward.txt
     script = "echo changed | tee src/pluggy/__init__.py conftest.py > src/iniconfig.py; rm removed"
     done = roll(request(task), script)
     assert done.reward == 1.0, (done.error, done.trajectory.artifacts)
+
+
+def test_a_runtime_without_a_system_of_its_own_is_refused_before_anything_is_made(tmp_path):
+    task = request(write_task(tmp_path / "task", OFFLINE))
+    done = roll(task, "true", sandbox_runtime="local-unsafe")
+    assert (done.error.blame, done.error.stage) == (Blame.TASK, Stage.INIT)
+    assert "a system of its own" in done.error.message

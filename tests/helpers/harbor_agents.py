@@ -34,7 +34,7 @@ def own_node(cache: Path, **variables: str) -> Iterator[Path]:
 
 
 async def roll_many(
-    jobs: Iterable[tuple[Mapping[str, Any], Sequence[str]]], limits: Limits = LIMITS
+    jobs: Iterable[tuple[Mapping[str, Any], Sequence[str]]], limits: Limits = LIMITS, **more: Any
 ) -> list[Rollout]:
     """Rollouts of `(task of a request, commands)`; each agent runs its commands and finishes."""
     turn = asyncio.Semaphore(AT_ONCE)
@@ -42,13 +42,13 @@ async def roll_many(
     async def rolled(task: Mapping[str, Any], commands: Sequence[str]) -> Rollout:
         actions = Actions([*map(bash, commands), FINISH], str(CHECKPOINT))
         async with turn:
-            request = RolloutRequest(handler="harbor", task=dict(task), limits=limits)
+            request = RolloutRequest(handler="harbor", task=dict(task), limits=limits, **more)
             (rollout,) = await InProcess(Harbor(), actions).run(request)
         return rollout
 
     return await asyncio.gather(*(rolled(*job) for job in jobs))
 
 
-def roll(task: Mapping[str, Any], *commands: str, limits: Limits = LIMITS) -> Rollout:
-    """One rollout of an agent that runs the commands and finishes."""
-    return asyncio.run(roll_many([(task, commands)], limits))[0]
+def roll(task: Mapping[str, Any], *commands: str, limits: Limits = LIMITS, **more: Any) -> Rollout:
+    """One rollout of an agent that runs the commands and finishes; `more`: further fields of the request."""
+    return asyncio.run(roll_many([(task, commands)], limits, **more))[0]

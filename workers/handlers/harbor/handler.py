@@ -32,6 +32,7 @@ class Harbor(AgentHandler[HarborTask]):
     uses_sandbox = True
 
     async def init(self, ctx: InitContext[HarborTask]) -> None:
+        verifier.check_runtime(ctx)
         trial = await trial_of(ctx)
         trial.check()
         step = trial.directory.steps[0]

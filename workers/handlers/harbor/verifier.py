@@ -18,6 +18,7 @@ from rollout.suites.harbor.directory import StepDirectory
 from sandbox.client import SandboxClient
 from sandbox.errors import SandboxRequestError
 from sandbox.runtimes.base import Places
+from services.settings import settings
 from workers.errors import AgentFault, TaskError
 from workers.handlers.base import Context, EvalContext, RunContext
 from workers.handlers.harbor import carry, rewards, solution
@@ -71,6 +72,19 @@ class _Outcome:
     seconds: float = 0.0
 
 
+def check_runtime(ctx: Context[HarborTask]) -> None:
+    """Refuse to put files in place where there is no fresh system, but the machine's own.
+
+    Raises:
+        TaskError: The rollout's sandboxes are such.
+    """
+    runtime = ctx.request.sandbox_runtime or settings().sandbox_runtime
+    if runtime == "local-unsafe":
+        raise TaskError(
+            f"sandbox_runtime {runtime!r}: a Harbor task needs a system of its own; use 'apptainer'"
+        )
+
+
 async def note(box: SandboxClient, trial: Trial) -> None:
     """Have the sandbox remember what is there: what differs from it later is the agent's."""
     await carry.note(box)
@@ -84,6 +98,7 @@ async def verify(ctx: Context[HarborTask], trial: Trial, step: StepDirectory) ->
         AgentFault: What the agent left cannot be taken.
         StageError: A sandbox failed.
     """
+    check_runtime(ctx)
     verdict = await _Verification(ctx, trial, step).verdict()
     ending = f"/{step.name}" if step.name else ""
     ctx.artifacts[f"verifier.log{ending}"] = verdict.log[-MAX_LOG_CHARS:]
