@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
 
 import pytest
 
@@ -89,8 +91,55 @@ def test_a_list_names_hosts_those_below_a_name_addresses_and_networks():
     assert Egress(["*"]).knows("anything") and not Egress([]).knows("anything")
 
 
+def test_the_server_is_told_the_host_that_was_checked():
+    head = (
+        "GET http://me@allowed.test:81/ HTTP/1.1\r\nHost: evil.test\r\nhost : evil.test\r\nX-Own: 1\r\n\r\n"
+    )
+    host, port, first = egress._target(head.encode())
+    assert (host, port) == ("allowed.test", 81)
+    assert first == b"GET / HTTP/1.1\r\nHost: allowed.test:81\r\nX-Own: 1\r\nConnection: close\r\n\r\n"
+
+
+def test_connections_that_say_nothing_are_bounded_too(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(egress, "MOST_OPEN", 4)
+
+    async def ask() -> bytes:
+        async with Egress(["*"]) as proxy, contextlib.AsyncExitStack() as stack:
+            for _ in range(5):
+                reader, writer = await asyncio.open_connection(LOOPBACK, proxy.port)
+                stack.callback(writer.close)
+            return await asyncio.wait_for(reader.read(), 10)
+
+    assert asyncio.run(ask()) == b""
+
+
+def test_names_that_are_never_resolved_hold_up_no_thread_of_the_workers(monkeypatch: pytest.MonkeyPatch):
+    hold = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: hold.wait(10) and [])
+
+    async def ask() -> int:
+        async with Egress(["*"]) as proxy:
+            writers = [(await asyncio.open_connection(LOOPBACK, proxy.port))[1] for _ in range(80)]
+            for number, writer in enumerate(writers):
+                writer.write(f"CONNECT {number}.test:443 HTTP/1.1\r\n\r\n".encode())
+            await asyncio.sleep(0.2)
+            found = await asyncio.wait_for(asyncio.to_thread(threading.active_count), 5)
+            hold.set()
+            for writer in writers:
+                writer.close()
+            return found
+
+    before = threading.active_count()
+    assert asyncio.run(ask()) - before <= egress.MOST_LOOKUPS + 1, "and the one that was asked for"
+
+
+def test_what_this_machine_serves_is_not_reached_by_its_public_address():
+    assert egress._is_ours(ip_address(LOOPBACK)) and not egress._is_ours(ip_address("93.184.216.34"))
+
+
 CLOSED = """127.0.0.1 10.1.2.3 192.168.1.1 172.16.0.1 169.254.169.254 100.64.0.1 0.0.0.0 224.0.0.1
-255.255.255.255 ::1 fe80::1%eth0 fc00::1 ::ffff:127.0.0.1 64:ff9b::7f00:1 2002:7f00:1:: ff02::1 nonsense"""
+255.255.255.255 ::1 fe80::1%eth0 fc00::1 ::ffff:127.0.0.1 ::127.0.0.1 64:ff9b:1::7f00:1 fec0::1
+64:ff9b::7f00:1 2002:7f00:1:: ff02::1 nonsense"""
 
 
 def test_an_address_that_is_not_public_is_never_reached():
@@ -124,6 +173,9 @@ def test_a_request_is_led_to_the_address_that_was_checked(outside: int):
         ("GET https://allowed.test/ HTTP/1.1\r\n\r\n", 400, "another scheme"),
         ("GET http://allowed.test:99999/ HTTP/1.1\r\n\r\n", 400, "Port out of range"),
         ("nonsense\r\n\r\n", 400, "none for it"),
+        ("CONNECT allowed.test:25 HTTP/1.1\r\n\r\n", 403, "port 25"),
+        ("GET http://allowed.test/ HTTP/1.1\r\nX: 1\nHost: evil.test\r\n\r\n", 400, "several lines"),
+        ("GET http://allowed.test/ HTTP/1.1\r\nX: 1\r\n Host: evil.test\r\n\r\n", 400, "several lines"),
     ],
 )
 def test_all_else_is_refused_with_a_reason(request_: str, status: int, why: str):

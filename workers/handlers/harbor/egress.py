@@ -11,7 +11,9 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Awaitable, Callable, Sequence
-from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from urllib.parse import urlsplit
 
 from services.webhook_address import AddressRefused, AllowedAddresses
@@ -21,7 +23,16 @@ HEAD_S, CONNECT_S = 60.0, 20.0
 IDLE_S = 600.0
 """Without a byte in either direction a connection is ended."""
 MOST_CONNECTIONS = 256
+MOST_OPEN = 512
+"""Those included that have not said yet what they want."""
+MOST_LOOKUPS = 4
+"""Of one proxy at once: a name may be made so that its server never answers."""
+NO_PORTS = frozenset((25,))
+"""Mail between servers, which nobody's work needs, and by which an operator's address is soon barred."""
 EVERY_HOST = "*"
+
+_lookups = ThreadPoolExecutor(16, thread_name_prefix="egress")
+"""Not the event loop's own threads: a name that is never resolved must not keep handlers from theirs."""
 
 Resolver = Callable[[str, int], Awaitable[Sequence[str]]]
 """Addresses of a name, best first. Raises OSError."""
@@ -33,17 +44,36 @@ class Refused(Exception):
 
 async def resolve(host: str, port: int) -> Sequence[str]:
     """As the worker's machine does it."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    found = await asyncio.get_running_loop().run_in_executor(_lookups, look_up)
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
 def is_public(host: str, address: str) -> bool:
-    """Whether an address is routed on the internet, and leads to none that is not."""
+    """Whether an address is routed on the internet, leads to none that is not, and is not this machine's."""
     try:
-        AllowedAddresses("public").check_address(host, ip_address(address.partition("%")[0]))
+        parsed = ip_address(address.partition("%")[0])
+        AllowedAddresses("public").check_address(host, parsed)
     except (AddressRefused, ValueError):
         return False
-    return True
+    if isinstance(parsed, IPv6Address) and not any(parsed in network for network in _ROUTED):
+        return False
+    return not _is_ours(parsed)
+
+
+_ROUTED = tuple(map(IPv6Network, ("2000::/3", "64:ff9b::/96", "::ffff:0:0/96")))
+"""Where public addresses of IPv6 are; others lead to IPv4 behind translators, or are no more."""
+
+
+def _is_ours(address: IPv4Address | IPv6Address) -> bool:
+    """Whether this machine has it: from here, what it serves is reached behind its firewall."""
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((str(address), 9))  # sends nothing; what is here is reached by its own address
+            return ip_address(probe.getsockname()[0].partition("%")[0]) == address
+        except OSError:
+            return False
 
 
 class Egress:
@@ -66,6 +96,7 @@ class Egress:
         self._networks = [network for host in self._hosts if (network := _network(host)) is not None]
         self._resolver, self._is_allowed = resolver, is_allowed
         self._open: set[asyncio.Task[None]] = set()
+        self._lookups = asyncio.Semaphore(MOST_LOOKUPS)
         self.port = 0
         """Of 127.0.0.1 on this machine."""
         self.refused: set[str] = set()
@@ -98,6 +129,8 @@ class Egress:
         assert task is not None
         self._open.add(task)
         try:
+            if len(self._open) > MOST_OPEN:
+                return
             async with asyncio.timeout(HEAD_S):
                 host, port, first = _target(await reader.readuntil(b"\r\n\r\n"))
             if len(self._open) > MOST_CONNECTIONS:
@@ -125,9 +158,12 @@ class Egress:
     async def _connect(self, host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if not self.knows(host):
             raise self._refusal(host, "is not among the hosts that this task may reach")
+        if port in NO_PORTS:
+            raise self._refusal(host, f"is not reached at port {port}")
         try:
             async with asyncio.timeout(CONNECT_S):
-                addresses = await self._resolver(host, port)
+                async with self._lookups:
+                    addresses = await self._resolver(host, port)
                 # One that is not public among them is a trick, or a machine of the operator's.
                 if not addresses or not all(self._is_allowed(host, address) for address in addresses):
                     raise self._refusal(host, "has an address that is not public")
@@ -149,8 +185,9 @@ def _network(text: str) -> IPv4Network | IPv6Network | None:
         return None
 
 
-_OURS = ("proxy-", "connection:", "keep-alive:", "x-rollout-")
-"""Headers of a request that are not the server's, or are written anew; the last are the sandbox's own."""
+_OURS = ("proxy-", "x-rollout-")
+"""Beginnings of headers that are not the server's; the last are the sandbox's own."""
+_ANEW = ("connection", "host", "keep-alive")
 
 
 def _target(head: bytes) -> tuple[str, int, bytes]:
@@ -160,21 +197,26 @@ def _target(head: bytes) -> tuple[str, int, bytes]:
         Refused: The request is none for a proxy.
     """
     try:
-        first, *lines = head.decode("latin-1")[:-4].split("\r\n")
+        first, *lines = said = head.decode("latin-1")[:-4].split("\r\n")
         method, target, version = first.split(" ")
         connects = method == "CONNECT"
         parts = urlsplit(f"http://{target}" if connects else target)
         host, port = parts.hostname, parts.port or (None if connects else 80)
         if parts.scheme != "http" or not (host and port and version.startswith("HTTP/1.")):
             raise ValueError("it names no host and port, or another scheme than http")
+        if any(line.startswith((" ", "\t")) or {"\r", "\n", "\0"} & {*line} for line in said):
+            raise ValueError("it has a header of several lines")
     except ValueError as error:
         raise Refused(400, f"this is a proxy, and the request is none for it: {error}") from None
     if connects:
         return host, port, b""
     path = parts._replace(scheme="", netloc="", fragment="").geturl()
-    kept = [line for line in lines if not line.lower().startswith(_OURS)]
-    # One request a connection; its body follows as it comes.
-    told = [f"{method} /{path.removeprefix('/')} HTTP/1.1", *kept, "Connection: close", "", ""]
+    names = [(line.partition(":")[0].strip().lower(), line) for line in lines]
+    kept = [line for name, line in names if name not in _ANEW and not name.startswith(_OURS)]
+    # The host that was checked. One request a connection; its body follows as it comes.
+    place = parts.netloc.rpartition("@")[2]
+    told = [f"{method} /{path.removeprefix('/')} HTTP/1.1", f"Host: {place}", *kept, "Connection: close"]
+    told += ["", ""]
     return host, port, "\r\n".join(told).encode("latin-1")
 
 
