@@ -30,6 +30,7 @@ local function use(tenant, digest)
     return false
   end
   redis.call('ZADD', KEY.bundles_of(tenant), now, digest)
+  redis.call('PEXPIRE', KEY.bundle(tenant, digest), KEEP_MS)  -- of a tenant, too, that sends no more
   return true
 end
 
@@ -59,7 +60,6 @@ function operations.keep(ask)
     return used
   end
   redis.call('RENAME', part, KEY.bundle(tenant, digest))
-  redis.call('PERSIST', KEY.bundle(tenant, digest))
   redis.call('HSET', KEY.bundles_sizes(tenant), digest, ask.bytes)
   redis.call('HINCRBY', KEY.BUNDLES_BYTES, tenant, ask.bytes)
   use(tenant, digest)

@@ -131,6 +131,19 @@ def test_what_nobody_used_for_a_month_is_forgotten(world):
     assert not store.use("a", "0" * 64) and store.stored() == {"a": 5}
 
 
+def test_a_tenant_that_sends_no_more_keeps_no_memory_for_ever(world):
+    store = BundleStore(world.redis, Settings(redis_url=world.url))
+    store.put("a", "0" * 64, b"x")
+    key = keys.bundle("a", "0" * 64)
+    assert 0 < world.redis.pttl(key) <= state.KEEP_S * 1000
+    world.redis.pexpire(key, 1000)
+    assert store.use("a", "0" * 64)
+    assert world.redis.pttl(key) > state.KEEP_S * 999, "each use counts"
+    world.redis.delete(key)
+    assert not store.use("a", "0" * 64)
+    assert store.stored()["a"] == 0
+
+
 def test_two_puts_at_once_leave_one_bundle(world):
     content, answers = os.urandom((3 << 20) + 5), []
     stores = [BundleStore(world.redis, world.gate.settings) for _ in range(4)]
