@@ -67,11 +67,20 @@ class Step:
 class Environment(ABC):
     """One episode of one rollout, which owns it: nothing is shared, and each method is awaited alone."""
 
-    parts: dict[str, float]
-    """Parts of the reward by name, for dashboards."""
+    parts: dict[str, Any]
+    """Parts of the reward by name, for dashboards: numbers, which are checked where they are noted."""
 
     def __init__(self) -> None:
         self.parts = {}
+
+    def noted(self, reward: object) -> dict[str, float]:
+        """The reward and its parts as numbers of the rollout.
+
+        Raises:
+            EnvironmentFault: One of them is none.
+        """
+        parts = {PART + str(name)[:100]: checked_reward(part, name) for name, part in self.parts.items()}
+        return {REWARD: checked_reward(reward, "the episode"), **parts}
 
     @abstractmethod
     async def reset(self, task: Any, seed: int) -> Opening:
@@ -124,8 +133,8 @@ class ToolEnvironment(Environment):
             )
             total.reward = _added(total.reward, step.reward)
             total.info |= step.info
-            if step.done:
-                total.done = True
+            total.done = step.done
+            if step.done is not False:  # what is no answer to that is judged by the loop
                 break
         return total
 
@@ -240,7 +249,7 @@ class EnvironmentHandler(AgentHandler[TaskT]):
                     raise
                 reason = FinishReason.TIME_LIMIT
             if episode.begun:
-                ctx.metrics[REWARD] = await episode.reward(self.needs_reward)
+                ctx.metrics |= await episode.reward(self.needs_reward)
         finally:
             # Also where this is cancelled: nobody else knows of its processes and connections.
             await asyncio.shield(episode.close())
@@ -348,16 +357,14 @@ class _Episode:
         most = self._ctx.limits.max_repeated_actions
         return most is not None and self._repeated >= most
 
-    async def reward(self, needed: bool) -> float:
-        """What the episode is worth, its parts among the numbers."""
-        scored = await self._timed("score", self._environment.score(self._ctx.agent.trajectory))
-        value = self._total if scored is None else checked_reward(scored, "the episode")
+    async def reward(self, needed: bool) -> dict[str, float]:
+        """What the episode is worth, and parts of it."""
+        value = await self._timed("score", self._environment.score(self._ctx.agent.trajectory))
+        value = self._total if value is None else value
         if value is None and self._done and needed:
             raise EnvironmentFault(f"{self._kind}: the episode is over, and gave no reward")
-        parts = self._environment.parts.items()
-        self._ctx.metrics |= {PART + name: checked_reward(part, name) for name, part in parts}
         # One that the agent did not bring to its end gave what its steps did.
-        return checked_reward(value or 0.0, "the episode")
+        return self._environment.noted(0.0 if value is None else value)
 
     async def close(self) -> None:
         try:

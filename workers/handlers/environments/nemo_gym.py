@@ -90,9 +90,8 @@ class _ResourceServer(ToolEnvironment):
         )
         if verdict.get("mask_sample"):
             raise EnvironmentLost(f"/verify masks the sample: {verdict.get('failure_reason')!r:.500}")
-        parts = verdict.get("reward_components")
-        if isinstance(parts, dict):
-            self.parts = {str(name)[:100]: checked_reward(part, name) for name, part in parts.items()}
+        if isinstance(parts := verdict.get("reward_components"), dict):
+            self.parts = parts
         return checked_reward(verdict.get("reward"), "/verify")
 
     async def close(self) -> None:

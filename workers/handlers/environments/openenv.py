@@ -111,13 +111,10 @@ class _Session(ToolEnvironment):
 
     async def _act(self, action: dict[str, Any], role: str) -> Step:
         said = await self._ask("step", action, self._step_s, mistakes=True)
-        reward, done = said.get("reward"), said.get("done", False)
-        if not isinstance(done, bool):
-            raise EnvironmentFault(f"{self._url}: done is {done!r:.200}")
         # Its protocol has rewards that are true or false.
-        reward = float(reward) if isinstance(reward, bool) else reward
+        reward = float(reward) if isinstance(reward := said.get("reward"), bool) else reward
         text = _text(said.get("observation"))
-        return Step([Message(role=role, content=text or "[nothing]")], reward, done)
+        return Step([Message(role=role, content=text or "[nothing]")], reward, said.get("done", False))
 
     async def _ask(
         self, kind: str, data: dict[str, Any], timeout_s: float, mistakes: bool = False

@@ -254,21 +254,29 @@ class ProcessEnvironment(Environment):
         return Opening(messages_of(opening.get("messages")), opening.get("tools") or [])
 
     async def step(self, turn: ParsedTurn) -> Step:
-        calls = [await self.told(attempt) for attempt in turn.attempts]
-        said = await self._call("step", text=turn.message.text, calls=calls)
-        if not isinstance(said, dict) or not isinstance(done := said.get("done", False), bool):
-            raise EnvironmentFault(f"{self._kind.name}.step answered {said!r:.200}")
-        info = said.get("info")
-        return Step(
-            messages_of(said.get("messages")),
-            said.get("reward"),
-            done,
-            info if isinstance(info, dict) else {},
-        )
+        """What the episode answers; a malformed call is answered here, and never comes to it."""
+        calls = [await self.told(call) for call in turn.attempts if isinstance(call, ToolCall)]
+        step = Step() if turn.attempts and not calls else await self._step(turn.message.text, calls)
+        answers = iter([message for message in step.messages if message.role == "tool"])
+        told = []
+        for attempt in turn.attempts:
+            if isinstance(attempt, Malformed):
+                told.append(Message(role="tool", content=f"Error: malformed tool call ({attempt.reason})"))
+            elif answer := next(answers, None):
+                told.append(answer.model_copy(update={"tool_call_id": attempt.id, "name": attempt.name}))
+        step.messages = [*told, *(message for message in step.messages if message.role != "tool")]
+        return step
 
-    async def told(self, attempt: ToolCall | Malformed) -> dict[str, Any]:
+    async def _step(self, text: str, calls: list[dict[str, Any]]) -> Step:
+        said = await self._call("step", text=text, calls=calls)
+        if not isinstance(said, dict):
+            raise EnvironmentFault(f"{self._kind.name}.step answered {said!r:.200}")
+        messages = messages_of(said.get("messages"))
+        return Step(messages, said.get("reward"), said.get("done", False), {"info": said.get("info")})
+
+    async def told(self, call: ToolCall) -> dict[str, Any]:
         """A call as the episode gets it."""
-        return {"malformed": attempt.reason} if isinstance(attempt, Malformed) else attempt.model_dump()
+        return call.model_dump()
 
     async def answer(self, payload: dict[str, Any]) -> Any:
         """What the episode asks of the worker. Default: the words of the simulator."""
@@ -281,7 +289,7 @@ class ProcessEnvironment(Environment):
             return None
         if not isinstance(said, dict) or not isinstance(parts := said.get("parts", {}), dict):
             raise EnvironmentFault(f"{self._kind.name}.score answered {said!r:.200}")
-        self.parts = {str(name)[:100]: checked_reward(value, name) for name, value in parts.items()}
+        self.parts = parts
         return checked_reward(said.get("reward"), "the episode")
 
     async def _call(self, method: str, **arguments: Any) -> Any:

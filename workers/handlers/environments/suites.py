@@ -13,19 +13,16 @@ from rollout.image_names import local_name
 from rollout.trajectory import FinishReason, Message, ToolCall
 from sandbox.client import ExecResult, SandboxClient
 from sandbox.errors import SandboxRequestError
-from workers.agent.parsing import Malformed, ParsedTurn
+from workers.agent.parsing import ParsedTurn
 from workers.agent.tools import ExecuteBash, StrReplaceEditor, Tool, ToolContext
 from workers.handlers.base import EvalContext, InitContext, Reward, RunContext
 from workers.handlers.environments.base import (
-    PART,
     REWARD,
     EnvironmentFault,
     EnvironmentHandler,
     EnvironmentTask,
     Opening,
-    Step,
     TaskT,
-    checked_reward,
 )
 from workers.handlers.environments.process import INSIDE, Foreign, ProcessEnvironment
 from workers.handlers.oracle import NoOracle
@@ -47,22 +44,6 @@ class SuiteTask(EnvironmentTask):
 
 class Suite(ProcessEnvironment):
     """An episode of a package that brings its tasks, and of some knows how they are solved."""
-
-    async def step(self, turn: ParsedTurn) -> Step:
-        """What the package answers; a malformed call is answered here, and never comes to it."""
-        good = [attempt for attempt in turn.attempts if isinstance(attempt, ToolCall)]
-        step = Step()
-        if good or not turn.attempts:
-            step = await super().step(ParsedTurn(turn.message, [*good]))
-        answers = iter([message for message in step.messages if message.role == "tool"])
-        told = []
-        for attempt in turn.attempts:
-            if isinstance(attempt, Malformed):
-                told.append(Message(role="tool", content=f"Error: malformed tool call ({attempt.reason})"))
-            elif answer := next(answers, None):
-                told.append(answer.model_copy(update={"tool_call_id": attempt.id, "name": attempt.name}))
-        step.messages = [*told, *(message for message in step.messages if message.role != "tool")]
-        return step
 
     async def solution(self) -> list[ParsedTurn] | None:
         """The turns that solve the task; None = the package has none for it."""
@@ -96,9 +77,7 @@ class SolvedHandler(EnvironmentHandler[TaskT]):
                 raise NoOracle(f"{self.name} knows no solution of this task")
             for turn in turns:
                 await episode.step(turn)
-            reward = await episode.score(ctx.agent.trajectory)
-            ctx.metrics |= {PART + name: value for name, value in episode.parts.items()}
-            ctx.metrics[REWARD] = checked_reward(reward, "the solution")
+            ctx.metrics |= episode.noted(await episode.score(ctx.agent.trajectory))
         finally:
             await episode.close()
         return FinishReason.STOP
@@ -191,13 +170,13 @@ class Taskset(Suite):
                 await self._box.bash(f"cd {shlex.quote(self._workdir)}")
         return opening
 
-    async def told(self, attempt: ToolCall | Malformed) -> dict[str, Any]:
+    async def told(self, call: ToolCall) -> dict[str, Any]:
         """A call with what the tool of the sandbox says to it, where it is one of those."""
-        told = await super().told(attempt)
-        tool = next((tool for tool in self.tools if tool.name == told.get("name")), None)
-        if tool is not None and self._box is not None and isinstance(attempt, ToolCall):
-            context = ToolContext(self._box, self._limits.tool_timeout_s, attempt.id)
-            told["result"] = (await tool(attempt.arguments, context)).text
+        told = await super().told(call)
+        tool = next((tool for tool in self.tools if tool.name == call.name), None)
+        if tool is not None and self._box is not None:
+            context = ToolContext(self._box, self._limits.tool_timeout_s, call.id)
+            told["result"] = (await tool(call.arguments, context)).text
         return told
 
     async def answer(self, payload: dict[str, Any]) -> Any:
