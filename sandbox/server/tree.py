@@ -61,35 +61,36 @@ def _walk(root, exclude, directories, heal):
     `exclude`: names wherever they are, and paths below the root, with a `/` before them or without. `heal`:
     make readable what its owner has made unreadable.
     """
-    pending = [""]
+    if os.path.islink(root):
+        return  # what it leads to was not noted
+    pending = [("", None)]
     while pending:
-        directory = pending.pop()
-        place = os.path.join(root, directory) if directory else root
-        if os.path.islink(place):
-            continue  # the root itself: what a link leads to was not noted
+        directory, info = pending.pop()
+        place, prefix = os.path.join(root, directory), directory and directory + "/"
         try:
             if heal:
-                _make_readable(place, os.stat(place, follow_symlinks=False), stat.S_IRWXU)
+                _make_readable(place, info or os.stat(place), stat.S_IRWXU)
             with os.scandir(place) as scan:
-                entries = sorted(scan, key=lambda entry: entry.name)
+                entries = list(scan)
         except (FileNotFoundError, NotADirectoryError):
             continue  # nothing is left of it
         except PermissionError:
             continue  # another user's: nobody in here could have changed what is in it
         for entry in entries:
-            name = os.path.join(directory, entry.name)
+            name = prefix + entry.name
             if entry.name in exclude or name in exclude or "/" + name in exclude:
                 continue
             info = entry.stat(follow_symlinks=False)
-            if stat.S_ISDIR(info.st_mode):
-                pending.append(name)
+            kind = stat.S_IFMT(info.st_mode)
+            if kind == stat.S_IFDIR:
+                pending.append((name, info))
                 if directories:
                     yield name, entry, info
-            elif stat.S_ISREG(info.st_mode):
-                if heal:
+            elif kind == stat.S_IFREG:
+                if heal and not info.st_mode & stat.S_IRUSR:
                     _make_readable(entry.path, info, stat.S_IRUSR)
                 yield name, entry, info
-            elif stat.S_ISLNK(info.st_mode):
+            elif kind == stat.S_IFLNK:
                 yield name, entry, info
 
 
