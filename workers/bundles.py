@@ -34,6 +34,8 @@ KEPT = "_kept"
 """No tenant has this name."""
 IN_USE_S = 6 * 3600.0
 """After its last use a tree may still be read by a stage."""
+OWN_IN_USE_S = 3600.0
+"""The same, where its own tenant fills the whole cache: few bytes unpack to many."""
 
 
 class BundleCache:
@@ -109,7 +111,7 @@ class BundleCache:
             path.parent.mkdir(exist_ok=True)
             unpack(content, digest, part)
             size = sum(found.lstat().st_blocks * 512 for found in part.rglob("*"))
-            self._make_room(size)
+            self._make_room(tenant, size)
             _note(path).write_text(str(size))
             try:
                 part.rename(path)
@@ -122,8 +124,12 @@ class BundleCache:
             shutil.rmtree(part, ignore_errors=True)
         return path
 
-    def _make_room(self, size: int) -> None:
-        """Remove what was used longest ago, and what killed processes have left."""
+    def _make_room(self, tenant: str, size: int) -> None:
+        """Remove what was used longest ago, and what killed processes have left.
+
+        Raises:
+            InfrastructureError: The tenant's own trees fill the cache, and all were used lately.
+        """
         now, trees = time.time(), []
         for path in self.directory.glob("*/*"):
             with suppress(OSError, ValueError):
@@ -132,6 +138,19 @@ class BundleCache:
                     shutil.rmtree(path, ignore_errors=True)
                 elif DIGEST.fullmatch(path.name):
                     trees.append((used, int(_note(path).read_text()), path))
+        if tenant != KEPT:
+            own = sorted(tree for tree in trees if tree[2].parent.name == tenant)
+            over = sum(taken for _, taken, _ in own) + size - self._quota
+            for tree in own:
+                if over > 0 and now - tree[0] > OWN_IN_USE_S:
+                    _remove(tree[2])
+                    trees.remove(tree)
+                    over -= tree[1]
+            if over > 0:
+                raise InfrastructureError(
+                    f"tenant {tenant!r} has unpacked more bundles in an hour than ROLLOUT_BUNDLE_CACHE_MB "
+                    f"({self._quota >> 20}) holds: raise it, or put what is large into images"
+                )
         rest = sum(taken for _, taken, _ in trees) + size - self._quota
         for used, taken, path in sorted(trees):
             if rest <= 0 or now - used < IN_USE_S:

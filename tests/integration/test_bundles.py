@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 
 import pytest
 
@@ -246,6 +247,27 @@ def test_what_was_used_longest_ago_makes_room_and_nothing_that_is_in_use(world, 
     cache.keep(made[0])
     there = [(cache.directory / bundles.KEPT / found.digest).is_dir() for found in made]
     assert there == [True, False, True]
+
+
+def test_a_tenant_cannot_fill_a_node_by_small_bundles_of_large_files(world, tmp_path):
+    store = BundleStore(world.redis, Settings(redis_url=world.url))
+    config = Settings(redis_url=world.url, bundle_cache=str(tmp_path / "cache"), bundle_cache_mb=2)
+    cache, made = BundleCache(config), []
+    for number in range(3):
+        content, digest = archive(member(f"zeros{number}", data=bytes(1_000_000)))
+        store.put("a", digest, content)
+        made.append(digest)
+    rollout = "r" * 32
+    world.redis.hset(keys.record(rollout), "tenant", "a")
+    first = cache.unpacked(made[0], rollout)
+    cache.unpacked(made[1], rollout)
+    with pytest.raises(InfrastructureError, match="tenant 'a' has unpacked more"):
+        cache.unpacked(made[2], rollout)
+    assert first.is_dir() and not (cache.directory / "a" / made[2]).exists()
+    long_ago = time.time() - bundles.OWN_IN_USE_S - 1
+    os.utime(first, (long_ago, long_ago))
+    cache.unpacked(made[2], rollout)
+    assert not first.exists()
 
 
 def test_what_a_killed_process_left_is_removed(world, cache, bundle):

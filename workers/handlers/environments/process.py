@@ -207,11 +207,11 @@ def _places() -> asyncio.Semaphore:
 
 
 def _forget(runner: Runner, episodes: int) -> None:
-    """End a process that has had no episode since."""
+    """End a process that has had no episode since; not on the event loop, for it may have written much."""
     idle = _idle.get(runner.kind, [])
     if runner in idle and runner.episodes == episodes:
         idle.remove(runner)
-        runner.end()
+        asyncio.get_running_loop().run_in_executor(None, runner.end)
 
 
 def close_idle() -> None:
