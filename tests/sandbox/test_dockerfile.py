@@ -23,7 +23,7 @@ from rollout import image_names
 from sandbox import paths, processes
 from sandbox.errors import ImageError
 from sandbox.images import ImageStore, image_config, squashfs
-from sandbox.images.dockerfile import build, image_name, lines, load, source, words
+from sandbox.images.dockerfile import build, builder, image_name, lines, load, source, words
 from sandbox.images.dockerfile.builder import local_name
 from tests.helpers.blocking import SyncHostClient, sandbox_of
 from tests.helpers.sandboxes import small_image
@@ -721,6 +721,29 @@ def test_an_absent_image_is_named_with_what_to_do(home, context):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can have files of two users")
+def test_an_image_that_a_build_fetches_takes_no_other_ones_name(home, context, monkeypatch):
+    fetched = []
+
+    def fetch(name: str, source: str, **_: object) -> Path:
+        fetched.append((name, source))
+        raise ImageError("no registry here")
+
+    monkeypatch.setattr(builder.building, "build", fetch)
+    references = ("acme/tools-of:1", "acme-tools/of:1")
+    for reference in references:
+        assert refused(context(f"FROM {reference}\n"), network=True) == "no registry here"
+    assert [source for _, source in fetched] == [f"docker://{reference}" for reference in references]
+    names = [name for name, _ in fetched]
+    assert len({*names}) == 2 and all(name.startswith("acme-tools-of-1-") for name in names)
+    assert len({*map(local_name, references)}) == 1
+    (home / "images" / names[0]).symlink_to(home / "images/base")
+    try:
+        made = context("FROM acme/tools-of:1\nRUN cat /etc/debian_version\n")
+        assert any("[1/2] Dockerfile:2" in line for line in said(made)), "found again, without a network"
+    finally:
+        (home / "images" / names[0]).unlink()
+
+
 def test_a_directory_of_another_user_is_not_built_upon(home, context):
     small_image(home / "images/others", 0)
     assert "rollout images build NAME" in refused(context("FROM others\nRUN touch /x\n"))

@@ -95,6 +95,7 @@ class Builder:
         self.user = paths.sandbox_user()
         self.steps = Steps(watch, self.store.cache.directory, self.user)
         self.images: dict[str, Path] = {}
+        self.names: dict[str, str] = {}
         named = source.plan().stages
         for number in _needed(named):
             for instruction, reference in _references(named[number]):
@@ -108,12 +109,15 @@ class Builder:
     def find(self, instruction: Instruction, reference: str) -> Path:
         """The image of that reference, made here if it can be. Raises ImageError saying what to do."""
         name = local_name(reference)
-        with contextlib.suppress(ImageError):
-            return self.store.find(name)
+        for known in (name, fetched_name(reference)):
+            with contextlib.suppress(ImageError):
+                self.names[reference] = known
+                return self.store.find(known)
         places = [self.beside / f"{name}{ending}" for ending in ARCHIVES] if self.beside else []
         sources = [str(place) for place in places if place.exists()]
         if not sources and self.network:
-            sources = [f"docker://{reference}"]
+            sources, name = [f"docker://{reference}"], fetched_name(reference)
+        self.names[reference] = name
         if not sources:
             instruction.refuse(
                 f"there is no image {name!r} here for {reference!r}; run `rollout images build {name} "
@@ -162,7 +166,7 @@ class Builder:
         if origin is None:
             return "", []
         if isinstance(origin, str):
-            rootfs = self.store.rootfs(local_name(origin), self.user)
+            rootfs = self.store.rootfs(self.names[origin], self.user)
             owner, builder = rootfs.stat().st_uid, os.geteuid() if self.user is None else self.user
             if owner != builder:
                 raise ImageError(
@@ -269,6 +273,14 @@ def local_name(reference: str) -> str:
     if len(name) <= MAX_NAME:
         return name
     return f"{name[: MAX_NAME - 13]}-{hashlib.sha256(short.encode()).hexdigest()[:12]}"
+
+
+def fetched_name(reference: str) -> str:
+    """Under which a build puts an image that it fetches: `a/b-c` and `a-b/c` have one local name, and whoever
+    owns one of them must not have the other's tasks start from it.
+    """
+    short = local_name(reference)[: MAX_NAME - 13]
+    return f"{short}-{hashlib.sha256(reference.encode()).hexdigest()[:12]}"
 
 
 def _needed(stages: tuple[Stage, ...]) -> list[int]:
