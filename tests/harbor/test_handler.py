@@ -97,3 +97,9 @@ def test_skills_are_told_and_what_an_agent_did_before_is_its_history(play: Play)
     assert not done.trajectory.chain.segments[0].sampled, "what came before is not trained on"
     broken = json.dumps({"steps": [{"source": "agent", "message": "x"}, {"source": "nobody"}]})
     assert "trajectory.json, step 2" in refused(play(files={"trajectory.json": broken}))
+
+
+@pytest.mark.parametrize("image", ["/", "/etc", "~/image", "a/../../etc"])
+def test_a_task_names_no_place_of_the_node_as_its_image(play: Play, image: str):
+    why = refused(play(toml=f"[environment]\nnetwork_mode = 'no-network'\ndocker_image = '{image}'\n"))
+    assert f"environment.docker_image: {image!r} is a path" in why

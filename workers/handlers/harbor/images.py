@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from rollout.image_names import local_name
+from rollout.image_names import is_below, is_path, local_name
 from rollout.suites.harbor.config import EnvironmentConfig
 from sandbox.errors import ImageError
 from sandbox.images import ImageStore
+from services.settings import settings
 from workers.errors import TaskError
 from workers.image_builds import build_for_task
 
@@ -24,6 +25,12 @@ async def image_of(environment: EnvironmentConfig, context: Path) -> str:
     """
     if environment.docker_image is not None:
         image = local_name(environment.docker_image)
+        # As the gateway refuses it in a request; else the worker would look at any place of its node.
+        if is_path(image) and not is_below(image, settings().sandbox_image_roots):
+            raise TaskError(
+                f"environment.docker_image: {image!r} is a path; images have names here, or lie below "
+                "ROLLOUT_SANDBOX_IMAGE_ROOTS"
+            )
         try:
             await asyncio.to_thread(ImageStore().find, image)
         except ImageError as error:
