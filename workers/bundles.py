@@ -6,6 +6,7 @@ whose time of change is its last use, and TENANT/DIGEST.bytes, what it takes. `k
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import shutil
@@ -32,6 +33,8 @@ log = structlog.get_logger("bundles")
 
 KEPT = "_kept"
 """No tenant has this name."""
+FETCHES = 2
+"""That a worker does at once."""
 IN_USE_S = 6 * 3600.0
 """After its last use a tree may still be read by a stage."""
 OWN_IN_USE_S = 3600.0
@@ -69,18 +72,12 @@ class BundleCache:
             InfrastructureError: The directory cannot be written.
             redis.RedisError: Redis is away.
         """
-        if not DIGEST.fullmatch(digest):
-            raise TaskError(f"{digest!r} is no digest of a bundle")
-        if digest in self._kept and (path := self._used(KEPT, digest)):
-            return path
-        tenant = self._redis.hget(keys.record(rollout_id), "tenant")
-        if tenant and (path := self._used(tenant, digest)):
-            return path
         with self._lock:  # a group's rollouts begin together, and one of them fetches
+            if path := self.here(digest, rollout_id):
+                return path
+            tenant = self._redis.hget(keys.record(rollout_id), "tenant")
             if not tenant:
                 raise _absent(digest)
-            if path := self._used(tenant, digest):
-                return path
             began = time.monotonic()
             content = self._store.fetch(tenant, digest)
             if content is None:
@@ -93,6 +90,15 @@ class BundleCache:
             ms = round(1000 * (time.monotonic() - began))
             log.info("bundle unpacked", rollout_id=rollout_id, digest=digest, bytes=len(content), ms=ms)
             return path
+
+    def here(self, digest: str, rollout_id: str) -> Path | None:
+        """The tree, if this node has it for the rollout's tenant. Raises as `unpacked`."""
+        if not DIGEST.fullmatch(digest):
+            raise TaskError(f"{digest!r} is no digest of a bundle")
+        if digest in self._kept and (path := self._used(KEPT, digest)):
+            return path
+        tenant = self._redis.hget(keys.record(rollout_id), "tenant")
+        return self._used(tenant, digest) if tenant else None
 
     def _used(self, tenant: str, digest: str) -> Path | None:
         """The tree, if it is here whole; it counts as used now."""
@@ -194,7 +200,23 @@ async def unpacked(digest: str, rollout_id: str) -> Path:
         TaskError: The rollout's tenant has sent no such bundle, or it is kept no more.
         InfrastructureError: The node has no room for it, or Redis is away.
     """
-    return await ask(_cache().unpacked, digest, rollout_id)
+    path = await ask(_cache().here, digest, rollout_id)
+    if path is None:
+        # Few at once: all others of a group would wait on threads, and these are those of all that use Redis.
+        async with _turns():
+            path = await ask(_cache().unpacked, digest, rollout_id)
+    return path
+
+
+_waiting: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
+
+
+def _turns() -> asyncio.Semaphore:
+    loop = asyncio.get_running_loop()
+    if loop not in _waiting:
+        _waiting.clear()  # a loop has ended, or there was none
+        _waiting[loop] = asyncio.Semaphore(FETCHES)
+    return _waiting[loop]
 
 
 def keep(bundle: Bundle) -> Path:

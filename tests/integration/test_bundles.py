@@ -232,6 +232,29 @@ def test_workers_that_unpack_one_at_once_get_the_same_tree(world, tmp_path, bund
     assert left == {bundle.digest, f"{bundle.digest}.bytes"}
 
 
+def test_a_group_that_waits_for_its_bundle_leaves_the_others_their_threads(tmp_path, monkeypatch):
+    free = threading.Event()
+
+    class Slow:
+        def here(self, digest, rollout_id):
+            return None
+
+        def unpacked(self, digest, rollout_id):
+            assert free.wait(20)
+            return tmp_path
+
+    monkeypatch.setattr(bundles, "_cache", Slow)
+
+    async def begin() -> list:
+        group = [asyncio.create_task(bundles.unpacked("0" * 64, "r")) for _ in range(64)]
+        await asyncio.sleep(0.1)
+        assert await asyncio.wait_for(bundles.ask(lambda: 1), 5) == 1
+        free.set()
+        return await asyncio.gather(*group)
+
+    assert {*asyncio.run(begin())} == {tmp_path}
+
+
 def test_what_was_used_longest_ago_makes_room_and_nothing_that_is_in_use(world, tmp_path, bundle):
     config = Settings(redis_url=world.url, bundle_cache=str(tmp_path / "cache"), bundle_cache_mb=1)
     cache, made = BundleCache(config), []
