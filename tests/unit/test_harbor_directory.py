@@ -340,6 +340,10 @@ TOML = [
         "task.toml: steps.0.name: 'a/b' cannot be a directory's name under steps/",
     ),
     ('[[steps]]\nname = "a"\n[[steps]]\nname = "A"\n', "task.toml: steps: two steps have the same name"),
+    (
+        "".join(f'[[steps]]\nname = "{number}"\n' for number in range(101)),
+        "task.toml: steps: 101 steps; at most 100 are played",
+    ),
     (STEPS, "steps/a/instruction.md: No such file or directory"),
     ("", "task.toml: environment.docker_image names no image, and "),
 ]

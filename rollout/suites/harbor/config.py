@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 
 from rollout.suites import SuiteError
 
+MOST_STEPS = 100
 NetworkMode = Literal["public", "no-network", "allowlist"]
 User = Annotated[str, Field(min_length=1, max_length=64)] | Annotated[int, Field(ge=0)] | None
 """A name, or a uid; None = the image's own."""
@@ -306,6 +307,8 @@ class TaskConfig(Part):
     @field_validator("steps")
     @classmethod
     def _steps_once(cls, steps: tuple[StepConfig, ...]) -> tuple[StepConfig, ...]:
+        if len(steps) > MOST_STEPS:
+            raise ValueError(f"{len(steps)} steps; at most {MOST_STEPS} are played")
         names = [step.name.casefold() for step in steps]
         if len(names) > len({*names}):
             raise ValueError("two steps have the same name")
