@@ -192,6 +192,8 @@ def test_arguments_and_environment_have_the_scopes_of_docker(context):
         ("FROM base\nADD git@example.org:a/b.git /x", 2, "is not a file"),
         ("FROM base\nRUN --mount=type=secret,id=k x", 2, "--mount=type=secret,id=k is not supported"),
         ("FROM base\nRUN --network=host x", 2, "--network=host"),
+        ("FROM base\nRUN <<..\n#!/bin/sh\n..\n", 2, "name of a script"),
+        ("FROM base\nRUN <<a/b\n#!/bin/sh\na/b\n", 2, "name of a script"),
         ("FROM base\nRUN --security=insecure x", 2, "insecure"),
         ("FROM base\nCOPY --parents a b", 2, "--parents"),
         ("FROM base\nCOPY --chmod=u+x Dockerfile /", 2, "--chmod"),

@@ -18,6 +18,8 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PIPES = "/dev/pipes"
 """Where a RUN finds what is its own and no part of the image, as with BuildKit."""
 NO_EFFECT = ("CMD", "ENTRYPOINT", "EXPOSE", "HEALTHCHECK", "MAINTAINER", "STOPSIGNAL", "VOLUME")
+SCRIPT = re.compile(r"(?!\.+$)[\w.-]{1,100}", re.ASCII)
+"""Name of a heredoc that is run as a file."""
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "NO_PROXY", "ALL_PROXY")
 """Arguments that need no ARG, and count for no cache."""
 REMOTE = re.compile(r"(https?|ftp|git|ssh)://|git@|.*\.git(#|$)")
@@ -252,6 +254,8 @@ class Planner:
             if heredocs and text == heredocs[0].word:
                 text = _chomped(heredocs[0])
                 if text.startswith("#!"):
+                    if not SCRIPT.fullmatch(heredocs[0].name):
+                        instruction.refuse(f"{heredocs[0].name[:200]!r} cannot be the name of a script")
                     files, argv = {heredocs[0].name: text}, [f"{PIPES}/{heredocs[0].name}"]
             else:
                 text = "\n".join([text, *(f"{doc.content}{doc.name}" for doc in heredocs)])
