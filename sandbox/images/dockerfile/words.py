@@ -53,55 +53,39 @@ class _Expansion:
             self.place += 1
             yield self.text[self.place - 1]
 
-    def until(self, stop: str | None) -> str:
-        """The value of all up to an unquoted `stop`, or to the end."""
+    def until(self, stop: str | None, quoted: bool = False) -> str:
+        """The value of all up to an unquoted `stop`, or to the end. `quoted`: between double quotes, where
+        only `"`, `$` and the escape itself can be escaped.
+        """
         value = ""
         for character in self.rest():
             if character == stop:
                 return value
             if len(value) > MOST_CHARS:
-                raise ValueError(f"with its variables it is longer than {MOST_CHARS >> 10} KiB")
+                raise ValueError(f"with its variables it is too long: more than {MOST_CHARS >> 10} KiB")
             if character == "$":
                 value += self.variable()
-            elif character == "'" and self.quotes:
-                value += self.quoted()
-            elif character == '"' and self.quotes:
-                value += self.double_quoted()
             elif character == self.escape:
-                value += next(self.rest(), "")
+                following = next(self.rest(), "")
+                kept = quoted and following not in (*'"$', self.escape)
+                value += character + following if kept else following
+            elif character == "'" and self.quotes and not quoted:
+                value += self.literal()
+            elif character == '"' and self.quotes:
+                value += self.until('"', quoted=True)
             else:
                 value += character
         if stop is not None:
-            raise ValueError("a '}' is missing")
+            raise ValueError(f"a {stop} is missing")
         return value
 
-    def quoted(self) -> str:
-        """Up to the quote, as it is."""
+    def literal(self) -> str:
+        """Up to the single quote, as it is."""
         end = self.text.find("'", self.place)
         if end < 0:
-            raise ValueError("a ' is not closed")
+            raise ValueError("a ' is missing")
         begin, self.place = self.place, end + 1
         return self.text[begin:end]
-
-    def double_quoted(self) -> str:
-        """Up to the quote; only `"`, `$` and the escape itself can be escaped."""
-        value = ""
-        for character in self.rest():
-            if character == '"':
-                return value
-            if len(value) > MOST_CHARS:
-                break
-            if character == "$":
-                value += self.variable()
-            elif character == self.escape and self.text[self.place : self.place + 1] in (
-                '"',
-                "$",
-                self.escape,
-            ):
-                value += next(self.rest())
-            else:
-                value += character
-        raise ValueError('a " is not closed, or the text in it too long')
 
     def variable(self) -> str:
         """What stands for `$NAME` or `${NAME…}`, of which the `$` is read."""
