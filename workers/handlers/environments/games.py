@@ -6,9 +6,8 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from workers.handlers.base import RunContext
-from workers.handlers.environments.base import EnvironmentHandler, EnvironmentTask
-from workers.handlers.environments.process import INSIDE, Foreign, ProcessEnvironment
+from workers.handlers.environments.base import EnvironmentTask
+from workers.handlers.environments.process import INSIDE, Foreign, ProcessHandler
 
 
 class GemTask(EnvironmentTask):
@@ -20,15 +19,12 @@ class GemTask(EnvironmentTask):
     """Passed to `gem.make`."""
 
 
-class Gem(EnvironmentHandler[GemTask]):
+class Gem(ProcessHandler[GemTask]):
     """Plays in an environment of GEM: it reads what the model says, and each step's reward is summed."""
 
     name = "gem"
     Task = GemTask
     foreign = Foreign("gem", INSIDE / "gem.py")
-
-    async def make(self, ctx: RunContext[GemTask]) -> ProcessEnvironment:
-        return ProcessEnvironment(self.foreign, ctx)
 
 
 class TextArenaTask(EnvironmentTask):
@@ -53,12 +49,9 @@ class TextArenaTask(EnvironmentTask):
         return self
 
 
-class TextArena(EnvironmentHandler[TextArenaTask]):
+class TextArena(ProcessHandler[TextArenaTask]):
     """Plays a game of TextArena, alone or against others; the reward is the agent's at its end."""
 
     name = "textarena"
     Task = TextArenaTask
     foreign = Foreign("textarena", INSIDE / "textarena.py")
-
-    async def make(self, ctx: RunContext[TextArenaTask]) -> ProcessEnvironment:
-        return ProcessEnvironment(self.foreign, ctx)

@@ -15,7 +15,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import ValidationError
 
@@ -30,9 +30,11 @@ from workers.handlers.environments import metrics
 from workers.handlers.environments.base import (
     Environment,
     EnvironmentFault,
+    EnvironmentHandler,
     EnvironmentLost,
     Opening,
     Step,
+    TaskT,
     checked_reward,
 )
 from workers.handlers.environments.simulator import ask_simulator
@@ -292,6 +294,14 @@ class ProcessEnvironment(Environment):
         self.parts = parts
         return checked_reward(said.get("reward"), "the episode")
 
+    async def solution(self) -> list[ParsedTurn] | None:
+        """The turns that solve the task, as some packages know them; None = this one does not."""
+        said = await self._call("solution")
+        try:
+            return None if said is None else [_spoken(**turn) for turn in said]
+        except (ValueError, TypeError, LookupError) as error:
+            raise EnvironmentFault(f"{self._kind.name}: no solution: {error}") from error
+
     async def _call(self, method: str, **arguments: Any) -> Any:
         assert self._runner is not None
         timeout_s = self._step_s if method == "step" else max(self._step_s, LEAST_RESET_S)
@@ -322,6 +332,21 @@ class ProcessEnvironment(Environment):
         if self._places is not None:
             self._places.release()
             self._places = None
+
+
+class ProcessHandler(EnvironmentHandler[TaskT]):
+    """Plays a rollout in a process of a foreign package."""
+
+    foreign: ClassVar[Foreign]
+
+    async def make(self, ctx: RunContext[TaskT]) -> ProcessEnvironment:
+        return ProcessEnvironment(self.foreign, ctx)
+
+
+def _spoken(text: str, calls: list[dict[str, Any]]) -> ParsedTurn:
+    """A turn that no model said."""
+    message = Message.model_validate({"role": "assistant", "content": text, "tool_calls": calls})
+    return ParsedTurn(message, [*message.tool_calls])
 
 
 def messages_of(said: Any) -> list[Message]:

@@ -10,21 +10,19 @@ from typing import Any, Literal
 from pydantic import Field
 
 from rollout.image_names import local_name
-from rollout.trajectory import FinishReason, Message, ToolCall
+from rollout.trajectory import FinishReason, ToolCall
 from sandbox.client import ExecResult, SandboxClient
 from sandbox.errors import SandboxRequestError
-from workers.agent.parsing import ParsedTurn
 from workers.agent.tools import ExecuteBash, StrReplaceEditor, Tool, ToolContext
 from workers.handlers.base import EvalContext, InitContext, Reward, RunContext
 from workers.handlers.environments.base import (
     REWARD,
     EnvironmentFault,
-    EnvironmentHandler,
     EnvironmentTask,
     Opening,
     TaskT,
 )
-from workers.handlers.environments.process import INSIDE, Foreign, ProcessEnvironment
+from workers.handlers.environments.process import INSIDE, Foreign, ProcessEnvironment, ProcessHandler
 from workers.handlers.oracle import NoOracle
 
 NO_EXIT_CODE = 124
@@ -42,25 +40,7 @@ class SuiteTask(EnvironmentTask):
     """Passed on to what makes the set."""
 
 
-class Suite(ProcessEnvironment):
-    """An episode of a package that brings its tasks, and of some knows how they are solved."""
-
-    async def solution(self) -> list[ParsedTurn] | None:
-        """The turns that solve the task; None = the package has none for it."""
-        said = await self._call("solution")
-        try:
-            return None if said is None else [_spoken(**turn) for turn in said]
-        except (ValueError, TypeError, LookupError) as error:
-            raise EnvironmentFault(f"{self._kind.name}: no solution: {error}") from error
-
-
-def _spoken(text: str, calls: list[dict[str, Any]]) -> ParsedTurn:
-    """A turn that no model said."""
-    message = Message.model_validate({"role": "assistant", "content": text, "tool_calls": calls})
-    return ParsedTurn(message, [*message.tool_calls])
-
-
-class SolvedHandler(EnvironmentHandler[TaskT]):
+class SolvedHandler(ProcessHandler[TaskT]):
     """A kind of environment whose package knows solutions; see `workers/handlers/oracle.py`."""
 
     def known(self, task: TaskT) -> TaskT:
@@ -102,9 +82,6 @@ class Tau2(SolvedHandler[Tau2Task]):
     def known(self, task: Tau2Task) -> Tau2Task:
         return task.model_copy(update={"user": "obliging"})
 
-    async def make(self, ctx: RunContext[Tau2Task]) -> Suite:
-        return Suite(self.foreign, ctx)
-
 
 class Bfcl(SolvedHandler[SuiteTask]):
     """Calls the APIs of a multi-turn entry of BFCL, over the turns of its user; its checker judges."""
@@ -113,9 +90,6 @@ class Bfcl(SolvedHandler[SuiteTask]):
     Task = SuiteTask
     # Its APIs live in globals of the package, by the name of the entry.
     foreign = Foreign("bfcl", INSIDE / "bfcl.py", reusable=False)
-
-    async def make(self, ctx: RunContext[SuiteTask]) -> Suite:
-        return Suite(self.foreign, ctx)
 
 
 class VerifiersTask(SuiteTask):
@@ -129,7 +103,7 @@ class VerifiersTask(SuiteTask):
     workdir: str | None = Field(None, max_length=1000)
 
 
-class Verifiers(EnvironmentHandler[VerifiersTask]):
+class Verifiers(ProcessHandler[VerifiersTask]):
     """Works on a task of verifiers; its rewards are those of the task's own hooks, or of its rubric."""
 
     name = "verifiers"
@@ -147,13 +121,11 @@ class Verifiers(EnvironmentHandler[VerifiersTask]):
             return Reward(0.0)  # the agent's doing, by which it must not drop its sample
         return await super().evaluate(ctx)
 
-    async def make(self, ctx: RunContext[VerifiersTask]) -> Suite:
-        if ctx.task.old:
-            return Suite(self.before, ctx)
-        return Taskset(self.foreign, ctx)
+    async def make(self, ctx: RunContext[VerifiersTask]) -> ProcessEnvironment:
+        return ProcessEnvironment(self.before, ctx) if ctx.task.old else Taskset(self.foreign, ctx)
 
 
-class Taskset(Suite):
+class Taskset(ProcessEnvironment):
     """A task of a taskset. Its hooks reach the rollout's sandbox, by `exec` alone, and the agent by tools."""
 
     tools: tuple[Tool, ...] = (ExecuteBash(), StrReplaceEditor())
