@@ -31,6 +31,12 @@ def test_a_game_of_gem_is_won_with_the_number_of_its_seed():
     assert "between 1 and 10" in texts[0] and "lower than 5" in texts[2] and "Congratulations" in texts[-1]
 
 
+@pytest.mark.parametrize("call", ["<tool_call>{</tool_call>", '<tool_call>{"name": "x"}</tool_call>'])
+def test_what_looks_like_a_call_keeps_no_move_from_a_game_of_gem(call):
+    rollout = played(Gem(), GUESS, f"\\boxed{{3}} {call}")
+    assert (rollout.reward, rollout.metrics["env_steps"]) == (1.0, 1)
+
+
 def test_a_game_of_gem_punishes_a_wrong_form_with_the_packages_own_reward():
     assert played(Gem(), GUESS, "five").reward == pytest.approx(-0.1)
 

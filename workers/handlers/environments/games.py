@@ -24,7 +24,7 @@ class Gem(ProcessHandler[GemTask]):
 
     name = "gem"
     Task = GemTask
-    foreign = Foreign("gem", INSIDE / "gem.py")
+    foreign = Foreign("gem", INSIDE / "gem.py", reads_text=True)
 
 
 class TextArenaTask(EnvironmentTask):
@@ -54,4 +54,4 @@ class TextArena(ProcessHandler[TextArenaTask]):
 
     name = "textarena"
     Task = TextArenaTask
-    foreign = Foreign("textarena", INSIDE / "textarena.py")
+    foreign = Foreign("textarena", INSIDE / "textarena.py", reads_text=True)

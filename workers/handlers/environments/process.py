@@ -67,6 +67,8 @@ class Foreign:
     """A file with a class `Episode`: see `inside/runner.py`."""
     reusable: bool = True
     """Whether a process may have one episode after the other."""
+    reads_text: bool = False
+    """Whether its episodes have no tools: what looks like a call is then nothing but text."""
 
     @property
     def python(self) -> Path:
@@ -257,11 +259,12 @@ class ProcessEnvironment(Environment):
 
     async def step(self, turn: ParsedTurn) -> Step:
         """What the episode answers; a malformed call is answered here, and never comes to it."""
-        calls = [await self.told(call) for call in turn.attempts if isinstance(call, ToolCall)]
-        step = Step() if turn.attempts and not calls else await self._step(turn.message.text, calls)
+        attempts = [] if self._kind.reads_text else turn.attempts
+        calls = [await self.told(call) for call in attempts if isinstance(call, ToolCall)]
+        step = Step() if attempts and not calls else await self._step(turn.message.text, calls)
         answers = iter([message for message in step.messages if message.role == "tool"])
         told = []
-        for attempt in turn.attempts:
+        for attempt in attempts:
             if isinstance(attempt, Malformed):
                 told.append(Message(role="tool", content=f"Error: malformed tool call ({attempt.reason})"))
             elif answer := next(answers, None):
@@ -274,7 +277,7 @@ class ProcessEnvironment(Environment):
         if not isinstance(said, dict):
             raise EnvironmentFault(f"{self._kind.name}.step answered {said!r:.200}")
         messages = messages_of(said.get("messages"))
-        return Step(messages, said.get("reward"), said.get("done", False), {"info": said.get("info")})
+        return Step(messages, said.get("reward"), said.get("done", False), said.get("info") or {})
 
     async def told(self, call: ToolCall) -> dict[str, Any]:
         """A call as the episode gets it."""
