@@ -31,7 +31,7 @@ MAX_NAME_BYTES = 4096
 LEFT_OUT = frozenset({".git", "__pycache__", ".DS_Store"})
 """What no task is made of, wherever it lies in the directory."""
 _BLOCK = tarfile.BLOCKSIZE
-_PIECE = 1 << 20
+_PIECE, _FED = 1 << 20, 4 << 10
 _PAX_RECORD = re.compile(rb"(\d{1,6}) (path|linkpath)=([^\n\0]+)\n")
 
 
@@ -159,32 +159,33 @@ def _link_fault(name: str, target: str) -> str | None:
 
 
 class _Reader:
-    """A compressed archive as it is read, bounded and hashed."""
+    """A compressed archive, one member of gzip and nothing behind it, as it is read, bounded and hashed."""
 
     def __init__(self, content: bytes) -> None:
-        self._file = gzip.GzipFile(fileobj=io.BytesIO(content))
+        self._source, self._inflate = io.BytesIO(content), zlib.decompressobj(wbits=31)
         self._size, self.hash = 0, hashlib.sha256()
 
     def read(self, size: int) -> bytes:
-        try:
-            data = self._file.read(size)
-        except EOFError:
-            raise _short() from None
+        """So many bytes; fewer only at the end."""
+        data = bytearray()
+        while len(data) < size and not self._inflate.eof:
+            fed = self._inflate.unconsumed_tail or self._source.read(_FED)
+            if not fed:
+                raise SuiteError("the bundle ends too early")
+            data += self._inflate.decompress(fed, size - len(data))
+        if self._inflate.eof and (self._inflate.unused_data or self._source.read(1)):
+            raise SuiteError("the bundle holds something behind its archive")
         self._size += len(data)
         if self._size > MAX_UNPACKED_BYTES:
             raise _too_large("the bundle")
         self.hash.update(data)
-        return data
+        return bytes(data)
 
     def whole(self, size: int) -> bytes:
         data = self.read(size)
         if len(data) < size:
-            raise _short()
+            raise SuiteError("the bundle ends too early")
         return data
-
-
-def _short() -> SuiteError:
-    return SuiteError("the bundle ends too early")
 
 
 def contents(content: bytes, digest: str) -> Iterator[Member]:
@@ -201,7 +202,7 @@ def contents(content: bytes, digest: str) -> Iterator[Member]:
         yield from _members(reader)
         while reader.read(_PIECE):
             pass
-    except (gzip.BadGzipFile, zlib.error, tarfile.TarError, UnicodeError) as error:
+    except (zlib.error, tarfile.TarError, UnicodeError) as error:
         raise SuiteError(f"the bundle is no archive in gzip: {error}") from None
     if reader.hash.hexdigest() != digest:
         raise SuiteError(f"the bundle's digest is {reader.hash.hexdigest()}, not {digest}")
