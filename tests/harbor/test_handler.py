@@ -10,6 +10,8 @@ from rollout.schema import State
 from rollout.trajectory import FinishReason
 from services.settings import settings
 from tests.helpers.harbor_tasks import NO_NETWORK, Play, bash, refused, said
+from workers.handlers.base import MAX_ARTIFACT_BYTES, check_artifacts
+from workers.handlers.harbor.artifacts import MAX_BYTES, MAX_LOG_BYTES, keep_log
 
 
 def test_an_agent_works_where_the_image_says_and_is_scored_by_the_tests(play: Play):
@@ -103,3 +105,19 @@ def test_skills_are_told_and_what_an_agent_did_before_is_its_history(play: Play)
 def test_a_task_names_no_place_of_the_node_as_its_image(play: Play, image: str):
     why = refused(play(toml=f"[environment]\nnetwork_mode = 'no-network'\ndocker_image = '{image}'\n"))
     assert f"environment.docker_image: {image!r} is a path" in why
+
+
+def test_no_name_of_an_artifact_ends_a_sample(play: Play):
+    done = play(bash("touch done.txt; echo kept >\"/logs/artifacts/$(printf 'od\\377d')\""))
+    assert done.reward == 1.0, done.error
+    assert done.model_dump_json()
+
+
+def test_logs_and_files_of_all_steps_have_room_in_a_record():
+    kept: dict[str, str] = {"steps": "[]"}
+    for number in range(40):
+        keep_log(kept, f"verifier.log/{number}", "é" * 100_000 + str(number))
+    check_artifacts(dict(kept), "harbor")
+    assert len(kept) > 8 and kept["verifier.log/0"].endswith("é0")
+    assert sum(len(text.encode()) for text in kept.values()) <= MAX_LOG_BYTES
+    assert MAX_LOG_BYTES + MAX_BYTES < MAX_ARTIFACT_BYTES

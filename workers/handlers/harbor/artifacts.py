@@ -12,6 +12,20 @@ from workers.handlers.harbor.task import HarborTask
 from workers.handlers.harbor.trial import ARTIFACTS, Trial
 
 MOST_FILES, MAX_FILE_BYTES, MAX_BYTES = 50, 256 << 10, 1 << 20
+MAX_LOG_BYTES = 2 << 20
+"""Of all logs and lists of a rollout. With its files, which have `MAX_BYTES`, a record has room for them."""
+
+
+def keep_log(artifacts: dict[str, str], name: str, text: str) -> None:
+    """Keep the end of a text, as far as there is room: were it too much, an agent could end its sample so."""
+    others = sum(_size(*kept) for kept in artifacts.items() if not kept[0].startswith("artifacts/"))
+    room = MAX_LOG_BYTES - others - len(name)
+    if room > 0:
+        artifacts[name] = text.encode(errors="replace")[-room:].decode(errors="ignore")
+
+
+def _size(name: str, text: str) -> int:
+    return len(name.encode(errors="replace")) + len(text.encode(errors="replace"))
 
 
 async def keep_artifacts(
@@ -27,18 +41,20 @@ async def keep_artifacts(
         trial.inside(item.source): (item.destination or item.source.strip("/"), item.exclude)
         for item in declared
     }
-    kept, left_out = 0, 0
+    kept = sum(_size(*kept) for kept in ctx.artifacts.items() if kept[0].startswith("artifacts/"))
+    left_out = 0
     for place, (shown, exclude) in {**wanted, ARTIFACTS: ("", ())}.items():
         for path in await _files(ctx.sandbox, place):
             if any(PurePosixPath(path).match(pattern) for pattern in exclude):
                 continue
             text = await _text(ctx.sandbox, path)
-            if text is None or kept + len(text.encode()) > MAX_BYTES:
+            parts = ("artifacts", step.name, shown, path.removeprefix(place).strip("/"))
+            name = "/".join(filter(None, parts)).encode(errors="replace").decode()  # a name may be any bytes
+            if text is None or kept + _size(name, text) > MAX_BYTES:
                 left_out += 1
                 continue
-            kept += len(text.encode())
-            parts = ("artifacts", step.name, shown, path.removeprefix(place).strip("/"))
-            ctx.artifacts["/".join(filter(None, parts))] = text
+            kept += _size(name, text)
+            ctx.artifacts[name] = text
     if left_out:
         ctx.metrics["artifacts_left_out"] = ctx.metrics.get("artifacts_left_out", 0) + left_out
 

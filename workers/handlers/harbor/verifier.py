@@ -22,6 +22,7 @@ from services.settings import settings
 from workers.errors import AgentFault, TaskError
 from workers.handlers.base import Context, EvalContext, RunContext
 from workers.handlers.harbor import carry, rewards, solution
+from workers.handlers.harbor.artifacts import keep_log
 from workers.handlers.harbor.images import image_of
 from workers.handlers.harbor.network import way_out
 from workers.handlers.harbor.ready import begin, lay_out
@@ -101,9 +102,9 @@ async def verify(ctx: Context[HarborTask], trial: Trial, step: StepDirectory) ->
     check_runtime(ctx)
     verdict = await _Verification(ctx, trial, step).verdict()
     ending = f"/{step.name}" if step.name else ""
-    ctx.artifacts[f"verifier.log{ending}"] = verdict.log[-MAX_LOG_CHARS:]
+    keep_log(ctx.artifacts, f"verifier.log{ending}", verdict.log[-MAX_LOG_CHARS:])
     if verdict.withheld:
-        ctx.artifacts[f"withheld{ending}"] = "\n".join(verdict.withheld)
+        keep_log(ctx.artifacts, f"withheld{ending}", "\n".join(verdict.withheld))
         told = f"not verified with {len(verdict.withheld)} of the agent's files: {verdict.withheld[0]}, …"
         _warn(ctx, told.removesuffix(", …") if len(verdict.withheld) == 1 else told)
     if verdict.blamed:
