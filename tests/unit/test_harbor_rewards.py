@@ -46,6 +46,7 @@ def test_a_text_that_is_no_finite_number_is_no_reward(text):
             '{"a": 1, "b": "1"}',
         ),
         json.dumps({"a" * 300: 1}),
+        *('{"half a pair \\ud800": 1}', '{"\\u001b[2J": 1}'),
         json.dumps({f"k{number}": 1 for number in range(MAX_KEYS + 1)}),
     ],
 )
@@ -62,3 +63,10 @@ def test_the_score_is_the_one_named_or_the_only_one_or_reward():
     for rewards, key in (({"a": 1.0, "b": 0.0}, None), (several, "speed")):
         with pytest.raises(NoReward, match="reward"):
             choose(rewards, key)
+
+
+def test_why_there_is_no_reward_can_be_recorded():
+    for text in ('{"\\ud800": "x"}', '{"a": "\\ud800"}', '{"a": ["\\ud800"]}'):
+        with pytest.raises(NoReward) as refused:
+            parse(text, JSON)
+        assert str(refused.value).encode()

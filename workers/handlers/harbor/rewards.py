@@ -64,6 +64,8 @@ def parse(text: str, path: str) -> dict[str, float]:
         value = {MAIN: value}
     if not value or len(value) > MAX_KEYS or any(len(key) > MAX_KEY_CHARS for key in value):
         raise NoReward(f"{path} has {len(value)} rewards, or one of a very long name")
+    if not all(key.isprintable() for key in value):  # half a surrogate pair, which no record carries, is not
+        raise NoReward(f"{path} has a reward of a name that cannot be printed")
     return {key: _finite(number, f"{path}: {key}") for key, number in value.items()}
 
 
