@@ -24,6 +24,7 @@ from sandbox import paths, processes
 from sandbox.errors import ImageError
 from sandbox.images import ImageStore, image_config, squashfs
 from sandbox.images.dockerfile import build, builder, image_name, lines, load, source, words
+from sandbox.images.dockerfile import context as image_context
 from sandbox.images.dockerfile.builder import local_name
 from tests.helpers.blocking import SyncHostClient, sandbox_of
 from tests.helpers.sandboxes import small_image
@@ -302,6 +303,23 @@ def test_the_name_tells_apart_what_a_variable_of_the_base_names(context):
     name = image_name(context(dockerfile, own="1", xown="1"))
     assert name == image_name(context(dockerfile, own="1", xown="1"))
     assert name != image_name(context(dockerfile, own="1", xown="2"))
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz", "w:bz2", "w:xz"])
+def test_no_header_of_an_archive_takes_all_memory(tmp_path, mode):
+    with tarfile.open(tmp_path / "a.tar", mode, format=tarfile.PAX_FORMAT) as archive:
+        for name, more in (("good", {}), ("evil", {"comment": "x" * (1 << 20)})):
+            member = tarfile.TarInfo(name)
+            member.size, member.pax_headers = 3 << 20, more
+            archive.addfile(member, io.BytesIO(bytes(member.size)))
+    found = image_context.find(tmp_path, ["a.tar"], unpack=True)
+    assert found.bases == (("a.tar", True),)
+    sent = io.BytesIO()
+    with pytest.raises(ValueError, match="an archive has a header of more than 256 KiB"):
+        image_context.send(found, sent, exact=False)
+    assert len(sent.getvalue()) > 3 << 20, "what is before it is read"
+    (tmp_path / "a.tar").write_bytes(b"\x1f\x8b no archive")
+    assert image_context.find(tmp_path, ["a.tar"], unpack=True).bases == (("a.tar", False),)
 
 
 def test_a_file_is_hashed_once_however_often_it_is_copied(context, monkeypatch):

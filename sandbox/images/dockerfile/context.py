@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import fnmatch
+import gzip
 import hashlib
 import json
+import lzma
 import os
 import posixpath
 import re
 import stat
 import tarfile
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 MOST_ENTRIES = 200_000
+MOST_HEADER = 256 << 10
+"""Bytes of all that an archive says of one file: its name, a map of its holes."""
 MOST_RULES, MOST_RULE_BYTES = 1000, 64 << 10
 """Of a `.dockerignore`: each is tried with each file."""
 CHUNK = 1 << 20
@@ -191,10 +197,38 @@ def _walk(root: Path, top: Path, ignored: Ignored) -> Iterator[tuple[str, Path, 
 def _is_archive(path: Path) -> bool:
     if not path.is_file():
         return False
+    broken = (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError)
+    with _opened(path) as file, contextlib.suppress(*broken):
+        # Its first block alone, whatever that says of what follows.
+        return bool(tarfile.TarInfo.frombuf(file.read(tarfile.BLOCKSIZE), "utf-8", "surrogateescape"))
+    return False
+
+
+def _opened(path: Path) -> BinaryIO:
+    """What is in a file, decompressed. Raises ValueError for zstd."""
     with path.open("rb") as file:
-        if file.read(len(ZSTANDARD)) == ZSTANDARD:
-            raise ValueError(f"{path} is compressed with zstd, which ADD does not unpack here; use gzip")
-    return tarfile.is_tarfile(path)
+        begin = file.read(6)
+    if begin.startswith(ZSTANDARD):
+        raise ValueError(f"{path} is compressed with zstd, which ADD does not unpack here; use gzip")
+    compressed = ((b"\x1f\x8b", gzip.open), (b"BZh", bz2.open), (b"\xfd7zXZ\0", lzma.open))
+    unpack = next((unpack for magic, unpack in compressed if begin.startswith(magic)), open)
+    return unpack(path, "rb")  # type: ignore[operator, no-any-return]
+
+
+class _Metered:
+    """A file of which no more is read than is `left`: a header of an archive may ask for all memory."""
+
+    def __init__(self, file: BinaryIO):
+        self._file, self.left = file, MOST_HEADER
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, size: int) -> bytes:
+        """Raises ValueError."""
+        if not 0 <= size <= self.left:
+            raise ValueError(f"an archive has a header of more than {MOST_HEADER >> 10} KiB")
+        data = self._file.read(size)
+        self.left -= len(data)
+        return data
 
 
 def digest(found: Found, contents: dict[Path, str] | None = None) -> str:
@@ -242,15 +276,20 @@ def send(found: Found, stream: BinaryIO, exact: bool) -> None:
 
 
 def _send_archive(entry: Entry, archive: tarfile.TarFile) -> None:
-    with tarfile.open(entry.path) as inner:
-        for member in inner:
-            if not (member.isreg() or member.isdir() or member.issym() or member.islnk()):
-                continue
-            member.name = _below(entry.source, member.name)
-            if member.islnk():
-                member.linkname = _below(entry.source, member.linkname)
-            member.pax_headers = {}
-            archive.addfile(member, inner.extractfile(member) if member.isreg() else None)
+    with _opened(entry.path) as file:
+        metered = _Metered(file)
+        with tarfile.open(fileobj=metered, mode="r:") as inner:  # type: ignore[call-overload]
+            for number, member in enumerate(iter(inner.next, None)):
+                if number == MOST_ENTRIES:
+                    raise ValueError(f"an archive holds more than {MOST_ENTRIES} files")
+                metered.left = member.size
+                if member.isreg() or member.isdir() or member.issym() or member.islnk():
+                    member.name = _below(entry.source, member.name)
+                    if member.islnk():
+                        member.linkname = _below(entry.source, member.linkname)
+                    member.pax_headers = {}
+                    archive.addfile(member, inner.extractfile(member) if member.isreg() else None)
+                metered.left = MOST_HEADER
 
 
 def _below(source: int, name: str) -> str:
