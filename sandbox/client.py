@@ -148,7 +148,7 @@ class SandboxClient:
 
     def __init__(self, address: str | Address):
         """`address`: `SandboxInfo.socket`."""
-        self._address = Address.parse(address)
+        self.address = Address.parse(address)
         self._streams: connection.Streams | None = None
         self._lock = asyncio.Lock()
         self.journal: Journal | None = None
@@ -400,7 +400,7 @@ class SandboxClient:
 
     def tunnel(self, host: str, port: int) -> Tunnel:
         """The way out: requests to a loopback port inside are led to this address for as long as it lasts."""
-        return Tunnel(self._address, host, port)
+        return Tunnel(self.address, host, port)
 
     async def close(self) -> None:
         """Close the connection; the sandbox lives on."""
@@ -416,7 +416,7 @@ class SandboxClient:
 
     async def _transfer(self, function: Callable[..., Transfer], *arguments: Any) -> Transfer:
         """A transfer in a thread; cancelled, it is ended, and all of it removed, on either side."""
-        line = BlockingConnection(self._address, transfer.PIECE_TIMEOUT_S)
+        line = BlockingConnection(self.address, transfer.PIECE_TIMEOUT_S)
 
         def move() -> Transfer:
             with line:
@@ -428,7 +428,7 @@ class SandboxClient:
         self, op: str, wait_s: float = REQUEST_TIMEOUT_S, /, **fields: Any
     ) -> dict[str, Any]:
         """A request on a connection of its own, so that it is answered while another call runs a command."""
-        async with SandboxClient(self._address) as aside:
+        async with SandboxClient(self.address) as aside:
             aside.journal = self.journal
             return await aside._ask(op, wait_s, **fields)
 
@@ -441,12 +441,12 @@ class SandboxClient:
             async with self._lock:
                 try:
                     if self._streams is None:
-                        self._streams = await connection.connect(self._address)
-                    reply = await ask(self._streams, self._address, {"op": op, **fields}, wait_s)
+                        self._streams = await connection.connect(self.address)
+                    reply = await ask(self._streams, self.address, {"op": op, **fields}, wait_s)
                 finally:
                     if reply is None:  # cancelled, overdue or broken: the next call begins a new connection
                         await self.close()
-        return connection.result_of(reply, self._address)
+        return connection.result_of(reply, self.address)
 
 
 def _bash_result(reply: dict[str, Any]) -> BashResult:

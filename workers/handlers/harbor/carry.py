@@ -6,7 +6,9 @@ What of that would run the verifier does not travel: see `inside/place.py`.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import stat
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -15,6 +17,7 @@ from pathlib import Path
 
 from sandbox.client import TRUSTED_PYTHON, SandboxClient
 from sandbox.errors import SandboxRequestError
+from sandbox.layer import Closed, Layer, LayerChanges
 from workers.errors import AgentFault, InfrastructureError
 from workers.handlers.harbor import rewards
 
@@ -30,6 +33,27 @@ PROMISED = ("/logs/agent", "/logs/verifier", "/logs/artifacts")
 MOST_BYTES = 1 << 30
 """Of all files that travel; of their number the sandbox's server allows 100,000."""
 PLACE_S = 300.0
+OPENINGS = 5
+"""How often it is looked for what is closed: all of it is opened the first time."""
+OPEN = """
+import json, os, stat, sys
+modes = {}
+def open_up(path):
+    info = os.lstat(path)
+    directory = stat.S_ISDIR(info.st_mode)
+    needed = 0o700 if directory else 0o400 if stat.S_ISREG(info.st_mode) else 0
+    if info.st_mode & needed != needed:
+        modes[path] = info.st_mode
+        os.chmod(path, stat.S_IMODE(info.st_mode) | needed)
+    return directory
+for top in json.load(sys.stdin):
+    if open_up(top):
+        for directory, directories, files in os.walk(top):
+            for name in directories + files:
+                open_up(os.path.join(directory, name))
+print(json.dumps(modes))
+"""
+"""Makes readable what stands on its input, and all below, and tells the modes that it had."""
 MAX_ANSWER = 4_000_000
 
 
@@ -39,14 +63,20 @@ class Luggage:
 
     archive: Path
     removed: Sequence[str]
+    replaced: Sequence[str]
+    """Directories of which nothing that the image has there is left, but for what travels."""
     paths: frozenset[str]
     """Of what was changed or made; where whole trees travel none is told."""
     bytes: int
 
 
 async def note(box: SandboxClient) -> None:
-    """Have the sandbox remember what is there now."""
-    await box.note_tree("/", exclude=NOT_NOTED, directories=True)
+    """Remember what is in a sandbox now, as long as it lives."""
+    layer = Layer(box.address, NOT_NOTED)
+    if layer.there:
+        await asyncio.to_thread(layer.note)
+    else:
+        await box.note_tree("/", exclude=NOT_NOTED, directories=True)
 
 
 @asynccontextmanager
@@ -57,13 +87,39 @@ async def changed(box: SandboxClient) -> AsyncIterator[Luggage]:
         AgentFault: There is more of it than may travel, or it cannot be read.
     """
     await box.exec([TRUSTED_PYTHON, "-c", ""])  # nobody is left who could change it meanwhile
+    layer = Layer(box.address, NOT_NOTED)
     try:
-        changes = await box.changed_tree("/")
+        changes = await (_of_layer(box, layer) if layer.there else _of_walk(box))
     except SandboxRequestError as error:
         raise AgentFault(f"what the agent left cannot be told: {error}") from error
-    removed = [f"/{path}" for path in changes.removed]
-    async with _packed(box, [(entry.path, entry.mode) for entry in changes.changed], removed) as luggage:
+    entries = [(path[1:], stat.S_IMODE(mode)) for path, mode in changes.changed.items()]
+    async with _packed(box, entries, changes.removed, replaced=changes.replaced) as luggage:
         yield luggage
+
+
+async def _of_walk(box: SandboxClient) -> LayerChanges:
+    changes = await box.changed_tree("/")
+    removed = [f"/{path}" for path in changes.removed]
+    return LayerChanges({f"/{entry.path}": entry.mode for entry in changes.changed}, removed)
+
+
+async def _of_layer(box: SandboxClient, layer: Layer) -> LayerChanges:
+    """Made readable for the sandbox's server, with the modes that they had."""
+    modes: dict[str, int] = {}
+    for _ in range(OPENINGS):
+        try:
+            changes = await asyncio.to_thread(layer.changes)
+            locked = changes.locked
+        except Closed as closed:
+            locked = closed.paths
+        if not locked:
+            changes.changed |= {path: mode for path, mode in modes.items() if path in changes.changed}
+            return changes
+        opened = await box.exec([TRUSTED_PYTHON, "-c", OPEN], PLACE_S, stdin=json.dumps(locked))
+        if opened.exit_code != 0:
+            raise InfrastructureError(f"what the agent closed cannot be opened: {opened.stderr[-500:]}")
+        modes = json.loads(opened.stdout) | modes
+    raise InfrastructureError("what the agent closed stays closed")
 
 
 @asynccontextmanager
@@ -86,6 +142,7 @@ async def _packed(
     entries: Sequence[tuple[str, int | None]],
     removed: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    replaced: Sequence[str] = (),
 ) -> AsyncIterator[Luggage]:
     with tempfile.TemporaryDirectory(prefix="rollout-carry-") as kept:
         archive = Path(kept) / "files.tar"
@@ -93,7 +150,7 @@ async def _packed(
             moved = await box.archive("/", archive, exclude=exclude, max_bytes=MOST_BYTES, entries=entries)
         except SandboxRequestError as error:
             raise AgentFault(f"what the agent left cannot be taken: {error}") from error
-        yield Luggage(archive, removed, frozenset(f"/{path}" for path, _ in entries), moved.bytes)
+        yield Luggage(archive, removed, replaced, frozenset(f"/{path}" for path, _ in entries), moved.bytes)
 
 
 async def place(
@@ -118,7 +175,13 @@ async def place(
     """
     removed = [*luggage.removed, *(path for path in given if path not in luggage.paths)]
     await box.upload(luggage.archive, ARCHIVE, max_bytes=2 * MOST_BYTES)
-    order = {"archive": ARCHIVE, "removed": removed, "workdir": workdir, "env": dict(env)}
+    order = {
+        "archive": ARCHIVE,
+        "removed": removed,
+        "replaced": list(luggage.replaced),
+        "workdir": workdir,
+        "env": dict(env),
+    }
     order |= {
         "roots": list(roots),
         "directories": [*PROMISED, workdir],

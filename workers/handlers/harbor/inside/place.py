@@ -1,7 +1,8 @@
 """Runs in the fresh sandbox, by the server's own Python: puts the agent's files in place, but for those that
 would run the verifier.
 
-Standard input says what: `archive`, `removed` (paths), `workdir`, `roots` (further directories that tests
+Standard input says what: `archive`, `removed` (paths, with all below), `replaced` (directories of which only
+what is in the archive is left), `workdir`, `roots` (further directories that tests
 work in), `env` (of the verifier), `trust`, `directories` (to be there) and `stale` (files not to be there).
 Standard output says what was withheld.
 """
@@ -24,11 +25,16 @@ class Placing:
         self._rules, self.withheld, self.placed = rules, [], 0
         self._modes, self._links, self._real = [], [], set()
 
-    def run(self, archive, removed):
+    def run(self, archive, removed, replaced):
         """Take away, then make directories, files and links."""
-        for path in sorted(removed, reverse=True):
-            self._try(path, "removed", lambda: b"", self._remove)
         entries = archive.getmembers()
+        gone, kept = set(removed), {"/" + entry.name for entry in entries}
+        for path in removed:
+            gone.update(_below(path))
+        for path in replaced:
+            gone.update(set(_below(path)) - kept)
+        for path in sorted(gone, reverse=True):
+            self._try(path, "removed", lambda: b"", self._remove)
         for kind, of_kind in (("directory", tarfile.TarInfo.isdir), ("file", tarfile.TarInfo.isreg)):
             for entry in filter(of_kind, entries):
                 self._place(archive, entry, kind)
@@ -110,6 +116,14 @@ class Placing:
         self._links.append(path)
 
 
+def _below(directory):
+    """What is in it, at any depth; nothing where it is no directory."""
+    if not os.path.islink(directory):
+        for place, directories, files in os.walk(directory):
+            for name in directories + files:
+                yield posixpath.join(place, name)
+
+
 def main():
     sys.path.insert(0, posixpath.dirname(__file__))
     from rules import Image, Rules
@@ -123,7 +137,7 @@ def main():
     image = Image(order["workdir"], order["roots"], {**os.environ, **order["env"]})
     placing = Placing(Rules(image, order["trust"]))
     with tarfile.open(order["archive"], "r:", encoding="utf-8", errors="surrogateescape") as archive:
-        placing.run(archive, order["removed"])
+        placing.run(archive, order["removed"], order["replaced"])
     shutil.rmtree(posixpath.dirname(order["archive"]))
     placing.close()
     told = placing.withheld[:MOST_TOLD]
