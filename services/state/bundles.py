@@ -48,7 +48,7 @@ class BundleStore:
         token = secrets.token_hex(16)
         part, starts = keys.bundle_part(token), range(0, len(content), PIECE)
         for start in starts:
-            with self._redis.pipeline(transaction=True) as write:  # nothing stays of what is not written whole
+            with self._redis.pipeline(transaction=True) as write:  # nothing stays but whole bundles
                 write.rpush(part, content[start : start + PIECE]).expire(part, WRITTEN_IN_S).execute()
         ask = {"tenant": tenant, "digest": digest, "bytes": len(content), "most": self._most}
         answer = self._do("keep", **ask, part=token, pieces=len(starts))
