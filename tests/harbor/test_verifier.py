@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 
+import pytest
+
 from rollout.schema import Blame, Rollout, Stage, State
 from sandbox.config import HostConfig
 from tests.helpers.harbor_agents import LIMITS, OFFLINE, roll, roll_many
@@ -333,6 +335,14 @@ def test_no_agent_drops_its_sample_by_files_that_a_sandbox_of_the_nodes_largest_
     task = request(write_task(tmp_path / "task", f"{OFFLINE}\nstorage_mb = {most}"))
     done = roll(task, "touch done.txt; head -c 10M /dev/zero > big")
     assert done.reward == 1.0, done.error
+
+
+@pytest.mark.parametrize("where", ["", 'environment_mode = "separate"'])
+def test_an_agent_that_closes_its_sandbox_is_scored_0(tmp_path, where):
+    task = request(write_task(tmp_path / "task", f"{OFFLINE}\n[verifier]\n{where}"))
+    done = roll(task, "touch done.txt; chmod 000 /")
+    assert (done.reward, done.drop) == (0.0, False), done.error
+    assert any("nothing can be started" in warning for warning in done.trajectory.warnings)
 
 
 # -- a verifier of its own ---------------------------------------------------------------------------------

@@ -79,6 +79,18 @@ async def note(box: SandboxClient) -> None:
         await box.note_tree("/", exclude=NOT_NOTED, directories=True)
 
 
+async def settle(box: SandboxClient) -> None:
+    """End the agent's processes: nobody is left who could change what is taken.
+
+    Raises:
+        AgentFault: No program can be started any more, as where the root is closed to all.
+    """
+    try:
+        await box.exec([TRUSTED_PYTHON, "-c", ""])
+    except SandboxRequestError as error:
+        raise AgentFault(f"the agent has left a sandbox in which nothing can be started: {error}") from error
+
+
 @asynccontextmanager
 async def changed(box: SandboxClient) -> AsyncIterator[Luggage]:
     """All that is not as it was noted. The agent's processes are ended.
@@ -86,7 +98,7 @@ async def changed(box: SandboxClient) -> AsyncIterator[Luggage]:
     Raises:
         AgentFault: There is more of it than may travel, or it cannot be read.
     """
-    await box.exec([TRUSTED_PYTHON, "-c", ""])  # nobody is left who could change it meanwhile
+    await settle(box)
     layer = Layer(box.address, NOT_NOTED)
     try:
         changes = await (_of_layer(box, layer) if layer.there else _of_walk(box))
@@ -129,7 +141,7 @@ async def trees(box: SandboxClient, places: Mapping[str, Sequence[str]]) -> Asyn
     Raises:
         AgentFault: There is more of it than may travel, or it cannot be read.
     """
-    await box.exec([TRUSTED_PYTHON, "-c", ""])
+    await settle(box)
     roots = {place.strip("/"): globs for place, globs in places.items()}
     exclude = [f"{root}/{way}{glob}" for root, globs in roots.items() for glob in globs for way in ("", "*/")]
     async with _packed(box, [(root, None) for root in roots], exclude=exclude) as luggage:

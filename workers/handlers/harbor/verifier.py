@@ -201,6 +201,7 @@ class _Verification:
                 yield luggage
             return
         trial = self._trial
+        await carry.settle(box)
         for hook in self._step.verifier.collect:
             env, limit = trial.environment(hook.user), trial.timeout(hook.timeout_sec)
             done = await box.exec(["bash", "-c", hook.command], limit, cwd=trial.workdir, env=env)
