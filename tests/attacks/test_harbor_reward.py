@@ -234,7 +234,8 @@ class Outcomes:
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
     """What came of the attempts that tests here ask for."""
     require_apptainer()
-    tests = [item.callspec.params for item in request.session.items if "outcomes" in item.fixturenames]
+    here = [item for item in request.session.items if item.path == request.path]
+    tests = [item.callspec.params for item in here if "outcomes" in item.fixturenames]
     agents = list(dict.fromkeys(test["agent"] for test in tests if "agent" in test))
     cheats = list(dict.fromkeys(test["cheat"] for test in tests if test.get("control")))
     root = tmp_path_factory.mktemp("harbor")

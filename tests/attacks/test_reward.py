@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -173,7 +174,9 @@ def judged(target: Service, number: int) -> bool:
     with subprocess.Popen(
         [sys.executable, "-c", runner, solution], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
-        line = process.stdout.readline()
+        # A stopped runner whose child has not begun says nothing for ever.
+        told, _, _ = select.select([process.stdout], [], [], 4 * PATIENT_S)
+        line = process.stdout.readline() if told else ""
         process.kill()
     return line.strip() == "42"
 

@@ -247,7 +247,8 @@ def attempt_for(cheat: str, control: bool) -> tuple[str, bool]:
 def outcomes(request: pytest.FixtureRequest, host: HostClient) -> dict[tuple[str, bool], Any]:
     """What came of the attempts that tests here ask for, by script and whether it is the control."""
     turn = asyncio.Semaphore(AT_ONCE)
-    tests = [item.callspec.params for item in request.session.items if "outcomes" in item.fixturenames]
+    here = [item for item in request.session.items if item.path == request.path]
+    tests = [item.callspec.params for item in here if "outcomes" in item.fixturenames]
     attempts = dict.fromkeys(attempt_for(test["cheat"], test["control"]) for test in tests)
 
     async def attempt(name: str, control: bool) -> bool | Result:

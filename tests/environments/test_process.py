@@ -230,10 +230,13 @@ def test_a_cancelled_rollout_ends_its_process(tmp_path, toy_home, configured):
     assert nothing_is_left(idle=False)
 
 
-def test_what_it_prints_goes_to_the_log_and_not_into_the_protocol(hostile, capfd):
+def test_what_it_prints_goes_to_the_log_and_not_into_the_protocol(hostile, monkeypatch):
+    lines: list[str] = []
+    told = SimpleNamespace(info=lambda event, **fields: lines.append(fields["output"]), warning=print)
+    monkeypatch.setattr("workers.scoring.process.log", told)
     body = 'print("a word of mine"); os.write(1, b"x" * 100_000); sys.stderr.write("and a moan")\n' + GOOD
     assert hostile(body).reward == 1.0
-    assert "a word of mine" in capfd.readouterr().out
+    wait_until(lambda: "a word of mine" in "".join(lines), 10, "what it printed, which a thread reads")
 
 
 def test_a_forked_child_cannot_answer_in_the_name_of_the_episode(hostile):

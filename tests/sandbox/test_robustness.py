@@ -321,7 +321,7 @@ def test_a_nul_and_half_a_surrogate_are_refused(shell):
             shell.bash(text)
     assert shell.bash("echo next").output == "next\n"
     with pytest.raises(SandboxRequestError, match="unknown operation"):
-        exchange(shell._address, {"op": "nonsense"}, 5)
+        exchange(shell.address, {"op": "nonsense"}, 5)
 
 
 def test_the_directory_is_told_whatever_its_name(shell):
