@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 
 class Target(Protocol):
@@ -17,6 +18,15 @@ class Target(Protocol):
     """`apptainer`, `bubblewrap`, or `service` where no sandbox takes part."""
     control: bool
     """Whether this is the control: nothing (or not the wall under test) stands in the attacker's way."""
+
+
+@dataclass
+class RewardTarget:
+    """Where a cheat is tried: the service, or the naive way."""
+
+    control: bool
+    outcome: Any
+    place: str = "service"
 
 
 def attack(stopped_by: str) -> Callable:

@@ -26,7 +26,7 @@ from sandbox.client import SandboxClient
 from sandbox.errors import SandboxRequestError
 from sandbox.host_client import HostClient
 from sandbox.spec import SandboxSpec
-from tests.attacks import attack
+from tests.attacks import RewardTarget, attack
 from tests.helpers.harbor_agents import OFFLINE, own_node, roll_many
 from tests.helpers.harbor_tasks import request, write_task
 from tests.helpers.sandboxes import require_apptainer
@@ -263,15 +263,6 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def request_of(root: Path, toml: str) -> dict[str, Any]:
     """The request of the task that all agents here have."""
     return request(write_task(root, toml, test=TEST, files=FILES))
-
-
-@dataclass
-class RewardTarget:
-    """Where a cheat is tried: the service, or the naive way."""
-
-    control: bool
-    outcome: Any
-    place: str = "service"
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import asyncio
 import json
 import shlex
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from rollout.schema import State
 from sandbox.client import SandboxClient
 from sandbox.host_client import HostClient
 from sandbox.spec import SandboxSpec
-from tests.attacks import attack
+from tests.attacks import RewardTarget, attack
 from tests.helpers import swe_toy
 from tests.helpers.sandboxes import own_sandboxes, require_apptainer
 from tests.helpers.swe_agents import AT_ONCE, Judged, Result, judge_many, roll_many
@@ -259,15 +258,6 @@ def outcomes(request: pytest.FixtureRequest, host: HostClient) -> dict[tuple[str
         return await asyncio.gather(*(attempt(*key) for key in attempts), return_exceptions=True)
 
     return dict(zip(attempts, asyncio.run(made()), strict=True))
-
-
-@dataclass
-class RewardTarget:
-    """Where a cheat is tried: the service, or the naive way."""
-
-    control: bool
-    outcome: Any
-    place: str = "service"
 
 
 @pytest.fixture
