@@ -71,7 +71,9 @@ class Layer:
 
     def note(self) -> None:
         """Remember what is there now, as long as the sandbox lives."""
-        self._noted.write_text(json.dumps({path: _identity(info) for path, info, _ in self._walk()}))
+        self._noted.write_text(
+            json.dumps({path: _identity(info, opaque) for path, info, opaque in self._walk()})
+        )
 
     def changes(self) -> LayerChanges:
         """What is not as it was noted. Nothing may run in the sandbox.
@@ -87,7 +89,7 @@ class Layer:
         changes, seen = LayerChanges(), set()
         for path, info, opaque in self._walk():
             seen.add(path)
-            if noted.get(path) == _identity(info):
+            if noted.get(path) == _identity(info, opaque):
                 continue
             if _is_whiteout(info):
                 changes.removed.append(path)
@@ -144,7 +146,7 @@ def _needed(mode: int) -> int:
     return 0 if stat.S_ISLNK(mode) else stat.S_IRWXU if stat.S_ISDIR(mode) else stat.S_IRUSR
 
 
-def _identity(info: os.stat_result) -> list[int]:
+def _identity(info: os.stat_result, opaque: bool) -> list[int]:
     if stat.S_ISDIR(info.st_mode):
-        return [info.st_mode]
+        return [info.st_mode, opaque]  # one that INIT wrote to may be replaced by another of its mode
     return [info.st_ino, info.st_ctime_ns, info.st_size, info.st_mode]

@@ -39,6 +39,8 @@ for place in json.load(sys.stdin):
                 told[path] = [info.st_mode, what]
 json.dump(told, sys.stdout)
 """
+PREPARED = "mkdir -p /srv/given && touch /etc/ssl/given /usr/share/perl5/given"
+"""What INIT does: directories of the image are in the layer before an agent comes."""
 AGENT = """
 import os, random, shutil, sys
 draw = random.Random(int(sys.argv[1]))
@@ -56,7 +58,7 @@ def under(kinds):
 def any_of(*kinds):
     return draw.choice(under(kinds) or places)
 def new():
-    return os.path.join(draw.choice(places + under(["directory"])), "new-%d" % draw.randrange(30))
+    return os.path.join(draw.choice(places + under(["directory"])), "new-%d" % draw.randrange(6))
 def write(path):
     with open(path, "w") as file:
         file.write(str(draw.random()))
@@ -108,15 +110,15 @@ async def carried(spec: SandboxSpec, seed: int, by_walk: bool, monkeypatch: pyte
             boxes.append((info.id, SandboxClient(info.socket)))
         agent, fresh = boxes[0][1], boxes[1][1]
         assert Layer(agent.address).there is not by_walk
-        await agent.exec(["mkdir", "-p", "/srv/given"])
+        for box in (agent, fresh):
+            await box.exec(["bash", "-c", PREPARED])
         await carry.note(agent)
         done = await agent.exec([TRUSTED_PYTHON, "-c", AGENT, str(seed), *PLACES], 60)
         assert done.exit_code == 0, done.stderr
         told = await listing(agent)
         async with carry.changed(agent) as luggage:
-            withheld = await carry.place(fresh, luggage, ["/srv/given"], "/workspace", (), {}, trust=True)
+            withheld = await carry.place(fresh, luggage, (), "/workspace", (), {}, trust=True)
         after = await listing(fresh)
-        after.pop("/srv/given", None), told.pop("/srv/given", None)
         wrong = {path for path in told.keys() | after.keys() if told.get(path) != after.get(path)}
         assert not wrong, (
             seed,
@@ -136,3 +138,11 @@ def test_whatever_an_agent_does_to_files_is_so_in_the_fresh_sandbox(host, seed, 
 
 def test_it_is_so_without_a_layer_too(host, monkeypatch):
     asyncio.run(carried(SandboxSpec(), 7, True, monkeypatch))
+
+
+def test_a_directory_of_the_image_that_init_wrote_to_is_gone_where_an_agent_replaced_it(host, monkeypatch):
+    replaced = "import shutil, os\nfor place in ('/etc/ssl', '/usr/share/perl5'):\n    shutil.rmtree(place)\n"
+    monkeypatch.setitem(
+        carried.__globals__, "AGENT", replaced + "    os.mkdir(place)\n    os.chmod(place, 0o755)\n"
+    )
+    asyncio.run(carried(SandboxSpec(), 0, False, monkeypatch))

@@ -125,7 +125,7 @@ async def _of_layer(box: SandboxClient, layer: Layer) -> LayerChanges:
         except Closed as closed:
             locked = closed.paths
         if not locked:
-            changes.changed |= {path: mode for path, mode in modes.items() if path in changes.changed}
+            changes.changed |= modes  # of which some are as they were noted again, now that they are open
             return changes
         opened = await box.exec([TRUSTED_PYTHON, "-c", OPEN], PLACE_S, stdin=json.dumps(locked))
         if opened.exit_code != 0:
