@@ -14,6 +14,7 @@ import httpx
 
 from rollout.schema import Agent, Rollout, RolloutRequest
 from rollout.trajectory import Chain
+from services.state import keys
 from services.state.backends.store import BackendStore
 from services.state.capture.store import CaptureStore
 from tests.helpers import published
@@ -93,6 +94,17 @@ class CaptureWorld:
             return summary is not None and (summary.calls if begun else summary.nodes) >= count
 
         wait_until(reached, 60, f"{count} calls of {rollout_id}")
+
+    def await_departure(self, rollout_id: str) -> None:
+        """Until it is known that the program waits for none of the answers to its first attempt's calls."""
+        name = keys.capture_calls(rollout_id, 1)
+
+        def known() -> bool:
+            entries = self.stack.redis.client.hgetall(name)
+            words = [entry.split()[1] for key, entry in entries.items() if key.startswith("call:")]
+            return bool(words) and "begun" not in words
+
+        wait_until(known, 60, f"the program of {rollout_id} to be missed")
 
     def replace_run_worker(self, stop: bool = False) -> None:
         """SIGKILL (`stop`: SIGTERM) to the worker of RUN, and another one in its place."""
