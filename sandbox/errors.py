@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class SandboxError(Exception):
-    """Base of all that this package raises on purpose: a failure of the infrastructure, never the agent's."""
+    """Base of all that this package raises on purpose; the infrastructure's fault where none else is said."""
 
 
 class SandboxRequestError(SandboxError):
@@ -37,6 +37,10 @@ class SandboxGone(SandboxError):
 
 class SandboxTimeout(SandboxError):
     """The sandbox's server did not answer in time. A command that overruns its limit does *not* raise it."""
+
+
+class SandboxSpoiled(SandboxError):
+    """What ran in the sandbox keeps its server from its work, by closing or replacing its files."""
 
 
 class SandboxTaken(SandboxError):

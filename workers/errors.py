@@ -13,6 +13,7 @@ from sandbox.errors import (
     SandboxAhead,
     SandboxError,
     SandboxRequestError,
+    SandboxSpoiled,
     SandboxTaken,
 )
 from sandbox.spec import Fate
@@ -66,21 +67,20 @@ def from_sandbox(error: SandboxError, fate: Fate | None = None) -> StageError:
     """A sandbox's error as a stage's, given what its host knows of its end.
 
     A request that cannot be served is its caller's fault, and what the node does not allow the task's, which
-    named it. A sandbox that its host ended for going over its limits is the agent's doing. One that was ended
-    because the node ran short, or that has done more than Redis knows of, is the deployment's. One that died
-    is neither's: no process inside can end or stop its server, so the kernel or somebody on the node did, and
-    another attempt may go better.
+    named it. A sandbox that its host ended for going over its limits is the agent's doing, and so is one that
+    its own server cannot work in. One that was ended because the node ran short, or that has done more than
+    Redis knows of, is the deployment's. One that died is neither's: no process inside can end or stop its
+    server, so the kernel or somebody on the node did, and another attempt may go better.
     """
     message = f"{type(error).__name__}: {error}" + (f" (the sandbox {fate.reason})" if fate else "")
-    if fate is not None and fate.kind == "limited":
+    kind = fate and fate.kind
+    if kind == "limited" or isinstance(error, SandboxSpoiled):
         return AgentFault(message)
     if isinstance(error, NotAllowed):
         return TaskError(message)
-    short = fate is not None and fate.kind == "node"
-    if short or isinstance(error, NodeShort | SandboxAhead | SandboxTaken):
+    if kind == "node" or isinstance(error, NodeShort | SandboxAhead | SandboxTaken):
         return InfrastructureError(message)
-    kind = HandlerError if isinstance(error, SandboxRequestError) else SandboxFailure
-    return kind(message)
+    return (HandlerError if isinstance(error, SandboxRequestError) else SandboxFailure)(message)
 
 
 class InfrastructureError(StageError):

@@ -1,5 +1,10 @@
 """What an operation may raise; everything else is a fault of ours."""
 
+from errno import EAGAIN, EDQUOT, EIO, EMFILE, ENFILE, ENOMEM, ENOSPC
+
+SHORT = (EAGAIN, EDQUOT, EIO, EMFILE, ENFILE, ENOMEM, ENOSPC)
+"""Of the system's errors those of a machine that has too little: a full disk, no processes left."""
+
 
 class RequestError(Exception):
     """The caller's request cannot be carried out; the message says why, to the caller or the model."""
@@ -12,6 +17,12 @@ class ServerError(Exception):
     """Its name in `sandbox/errors.py`, under which it travels."""
 
 
+class Spoiled(ServerError):
+    """What the server works with is closed, gone or another thing, which nobody but the agent makes so."""
+
+    kind = "SandboxSpoiled"
+
+
 class Taken(ServerError):
     """Another worker drives the sandbox now."""
 
@@ -22,3 +33,8 @@ class Ahead(ServerError):
     """A numbered request that does not follow from what was done here."""
 
     kind = "SandboxAhead"
+
+
+def of_system(what, error):
+    """The error to raise for one of the system's: `what` cannot be done."""
+    return (ServerError if error.errno in SHORT else Spoiled)("%s: %s" % (what, error))

@@ -4,6 +4,7 @@ In a container all files are the agent's own, system files of the image included
 accident, or to escape being scored.
 """
 
+import contextlib
 import os
 import stat
 
@@ -28,6 +29,13 @@ def write_private(path, text):
         fd = os.open(path, flags, 0o600)
     with os.fdopen(fd, "w", encoding="utf-8", errors="surrogateescape") as file:
         file.write(text)
+
+
+def open_root():
+    """Let the root be entered again where the agent has closed it: nothing could be opened or started."""
+    if not os.access("/", os.X_OK):
+        with contextlib.suppress(OSError):  # what then cannot be done says so itself
+            os.chmod("/", 0o755)
 
 
 def usable_directory(places):

@@ -25,6 +25,7 @@ from errors import RequestError, ServerError
 from ipython import IPython
 from ledger import Ledger
 from program import Programs
+from repair import open_root
 from tape import TAPE
 from terminal import Terminal
 from tree import Trees
@@ -93,6 +94,7 @@ class Server:
             if operation is None:
                 names = ", ".join(sorted(self._operations))
                 raise RequestError("unknown operation %r; known are %s" % (request.get("op"), names))
+            open_root()
             return {"ok": True, "result": operation(request, connection)}
         except (RequestError, OSError, KeyError, TypeError, ValueError) as error:
             return _failure("SandboxRequestError", error)

@@ -16,9 +16,9 @@ import time
 
 import proc
 from bash import Bash
-from errors import RequestError, ServerError
+from errors import RequestError, ServerError, of_system
 from output import DEFAULT_MAX_CHARS, Capture
-from repair import usable_directory
+from repair import open_root, usable_directory
 from session import LATE_MAX_CHARS, MOST_LINE_BYTES, Session
 from waiting import Waiter
 
@@ -112,6 +112,7 @@ class Shell:
         """
         with self._nobody():
             self._session.kill()
+            open_root()
             self._restarted = True
             resets = self._resets
             # What the agent exceeded before is told with its next command, not with ours.
@@ -338,6 +339,7 @@ class Shell:
         old = self._session
         if old is not None:
             old.kill()
+        open_root()
         cwd = usable_directory([cwd, os.fsencode(self._home_cwd)])
         # The last one once more: on a loaded machine a bash was seen that never said a word.
         tries = [(program, FIRST_START_TIMEOUT_S) for program in self._programs[:-1]]
@@ -362,7 +364,7 @@ class Shell:
             try:
                 bash = bash or Bash(program, self._directory, self._env, cwd, self._limits)
             except OSError as error:
-                raise ServerError("cannot start %s: %s" % (program[0], error))
+                raise of_system("cannot start %s" % program[0], error)
             self._session = session = Session(bash, self._directory, cwd)
             ending = self._waiter.wait(session, time.monotonic() + timeout, heed=False)
         if ending != "marker":

@@ -2,7 +2,7 @@
 
 import re
 
-from errors import RequestError, ServerError
+from errors import RequestError, of_system
 from output import max_chars
 
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -106,4 +106,4 @@ def _carry_out(function, *arguments):
     try:
         return function(*arguments)
     except OSError as error:
-        raise ServerError("the shell cannot work: %s" % error)  # a full disk, no processes left
+        raise of_system("the shell cannot work", error)

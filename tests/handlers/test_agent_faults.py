@@ -9,7 +9,7 @@ import pytest
 from rollout.schema import Blame, Limits, Rollout, State
 from rollout.trajectory import FinishReason, Message
 from sandbox import spec
-from sandbox.errors import NotAllowed, SandboxError, SandboxGone
+from sandbox.errors import NotAllowed, SandboxError, SandboxGone, SandboxSpoiled
 from workers.agent.replay import Action, Call
 from workers.agent.tools import ExecuteBash, Finish
 from workers.errors import from_sandbox
@@ -52,6 +52,8 @@ BREAKS = {
     'chmod +x "$b"; exit',
     "the command file is a directory": "rm -rf /run/sbx/cmd; mkdir -p /run/sbx/cmd/x",
     "the private directory is closed": "chmod 000 /run/sbx",
+    "the root is closed": "chmod 000 /",
+    "the root is closed, and the shell ends": "chmod 000 /; exit",
     "every process is killed": KILLS,
     "the workspace is closed": "chmod 000 /workspace; exit",
 }
@@ -63,6 +65,15 @@ def test_an_agent_that_breaks_its_shell_is_scored(how):
     assert (done.state, done.drop, done.error) == (State.COMPLETED, False, None)
     assert done.reward == 0.5
     assert done.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("how", ["chmod 000 /run; exit", "chmod 000 /run /"])
+def test_an_agent_that_closes_to_the_server_what_it_cannot_open_is_scored(how):
+    done = agent("touch done.txt", how, "echo still here")
+    assert (done.state, done.drop, done.error) == (State.COMPLETED, False, None)
+    assert done.reward == 1.0
+    assert done.finish_reason is FinishReason.SANDBOX_LIMIT
+    assert any("SandboxSpoiled" in warning for warning in done.trajectory.warnings)
 
 
 def test_an_agent_that_works_on_after_killing_everything_is_rewarded_for_it():
@@ -117,6 +128,7 @@ def test_before_an_agent_did_anything_it_is_not_blamed():
         (SandboxGone("x"), spec.Fate("limited", "was ended"), Blame.AGENT, False),
         (SandboxGone("x"), spec.Fate("died", "ended by itself"), Blame.SANDBOX, True),
         (SandboxGone("x"), spec.Fate("node", "was ended"), Blame.INFRASTRUCTURE, True),
+        (SandboxSpoiled("x"), None, Blame.AGENT, False),
         (NotAllowed("x"), None, Blame.TASK, False),
         (SandboxGone("x"), spec.Fate("expired", "outlived"), Blame.SANDBOX, True),
         (SandboxGone("x"), None, Blame.SANDBOX, True),

@@ -337,12 +337,11 @@ def test_no_agent_drops_its_sample_by_files_that_a_sandbox_of_the_nodes_largest_
     assert done.reward == 1.0, done.error
 
 
-@pytest.mark.parametrize("where", ["", 'environment_mode = "separate"'])
-def test_an_agent_that_closes_its_sandbox_is_scored_0(tmp_path, where):
+@pytest.mark.parametrize(("where", "reward"), [("", 1.0), ('environment_mode = "separate"', 0.0)])
+def test_an_agent_that_closes_its_sandbox_is_scored_for_its_files(tmp_path, where, reward):
     task = request(write_task(tmp_path / "task", f"{OFFLINE}\n[verifier]\n{where}"))
-    done = roll(task, "touch done.txt; chmod 000 /")
-    assert (done.reward, done.drop) == (0.0, False), done.error
-    assert any("nothing can be started" in warning for warning in done.trajectory.warnings)
+    done = roll(task, "touch done.txt; chmod 000 / /run")
+    assert (done.reward, done.drop) == (reward, False), done.error
 
 
 # -- a verifier of its own ---------------------------------------------------------------------------------
