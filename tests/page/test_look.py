@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from playwright.sync_api import expect
 
 from tests.helpers.browser import PHONE, findings
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
 
 VIEWS = {
     "overview": r"\binit\b",
@@ -30,21 +35,29 @@ def shown(page, route):
     ).to_be_visible()
 
 
-@pytest.mark.parametrize("route", VIEWS)
-def test_axe_finds_nothing_serious_in_the_light_and_in_the_dark(open_view, route):
-    page = open_view(route, color_scheme="light", reduced_motion="reduce")
-    shown(page, route)
-    found = []
-    for tab in [None, *(page.get_by_role("tab").all()[1:] if route.startswith("rollouts/") else ())]:
-        if tab is not None:
+def walk(open_view, **options) -> Iterator[tuple[str, Page]]:
+    """Each view and each of its tabs, in one page: to open another takes two seconds of a processor."""
+    page = open_view("overview", **options)
+    for route in VIEWS:
+        page.goto(f"{page.url.split('#')[0]}#/{route}")
+        shown(page, route)
+        yield route, page
+        for tab in page.get_by_role("tab").all()[1:] if route.startswith("rollouts/") else ():
             tab.click()
             page.wait_for_timeout(100)
-        found += findings(page)
+            yield f"{route}, {tab.inner_text()}", page
+
+
+def test_axe_finds_nothing_serious_in_the_light_and_in_the_dark(open_view):
+    found = []
+    for where, page in walk(open_view, color_scheme="light", reduced_motion="reduce"):
+        here = findings(page)
         page.emulate_media(color_scheme="dark", reduced_motion="reduce")
         # The rest is as in the light.
-        found += findings(page, "color-contrast")
+        here += findings(page, "color-contrast")
         page.emulate_media(color_scheme="light", reduced_motion="reduce")
-    assert not found, "\n".join(dict.fromkeys(found))
+        found += [f"{where}: {finding}" for finding in dict.fromkeys(here)]
+    assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -56,16 +69,10 @@ def test_axe_finds_nothing_serious_where_one_signs_in(contexts, world, scheme):
     assert not findings(page)
 
 
-@pytest.mark.parametrize("route", VIEWS)
-def test_a_phone_needs_no_sideways_scroll_of_the_page(open_view, route):
-    page = open_view(route, viewport=PHONE, is_mobile=True, has_touch=True)
-    shown(page, route)
-    for tab in [None, *(page.get_by_role("tab").all() if route.startswith("rollouts/") else ())]:
-        if tab is not None:
-            tab.click()
-            page.wait_for_timeout(100)
+def test_a_phone_needs_no_sideways_scroll_of_the_page(open_view):
+    for where, page in walk(open_view, viewport=PHONE, is_mobile=True, has_touch=True):
         width = page.evaluate("document.documentElement.scrollWidth")
-        assert width <= PHONE["width"], f"{width} pixels at {page.url}"
+        assert width <= PHONE["width"], f"{width} pixels at {where}"
 
 
 def background(page) -> int:
