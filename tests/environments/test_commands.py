@@ -63,3 +63,11 @@ def test_an_unknown_environment_is_refused_with_the_names_that_there_are(run):
 def test_every_pin_has_one_version_and_each_kind_begins_with_its_package(monkeypatch):
     for name, packages in commands.pinned().items():
         assert all(len(package.split("==")) == 2 for package in packages), name
+
+
+def test_the_columns_of_a_list_are_as_wide_as_what_is_in_them(monkeypatch, tmp_path):
+    monkeypatch.setenv("ROLLOUT_HOME", str(tmp_path))
+    pins = {"a": ["a==1"], "a-much-longer-name": ["a-package-of-a-very-long-name==1.2.3"]}
+    monkeypatch.setattr(commands, "pinned", lambda: pins)
+    short, long, _ = CliRunner().invoke(commands.environments, ["list"]).output.splitlines()
+    assert short.index("a==1") == long.index("a-package") and short.index("-") == long.rindex("-")

@@ -111,9 +111,10 @@ def list_(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps({"directory": str(place("")), "environments": rows}))
         return
+    wide, wider = (max(len(row[column]) for row in rows) for column in ("name", "package"))
     for row in rows:
         state = "installed" if row["installed"] else "-"
-        click.echo(f"{row['name']:<12} {row['package']:<22} {state}")
+        click.echo(f"{row['name']:<{wide}}  {row['package']:<{wider}}  {state}")
     click.echo(f"in {place('')}")
 
 
