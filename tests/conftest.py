@@ -168,7 +168,7 @@ SECONDS = {
     "tests/page/test_walls.py": 20,
     "tests/sandbox/test_attacks.py": 97,
     "tests/sandbox/test_bridge.py": 60,
-    "tests/sandbox/test_dockerfile.py": 30,
+    "tests/sandbox/dockerfile/test_building.py": 25,
     "tests/sandbox/test_exec.py": 31,
     "tests/sandbox/test_image_builds.py": 15,
     "tests/sandbox/test_ipython.py": 38,
