@@ -74,12 +74,12 @@ def from_sandbox(error: SandboxError, fate: Fate | None = None) -> StageError:
     """
     message = f"{type(error).__name__}: {error}" + (f" (the sandbox {fate.reason})" if fate else "")
     kind = fate and fate.kind
+    if kind == "node" or isinstance(error, NodeShort | SandboxAhead | SandboxTaken):
+        return InfrastructureError(message)
     if kind == "limited" or isinstance(error, SandboxSpoiled):
         return AgentFault(message)
     if isinstance(error, NotAllowed):
         return TaskError(message)
-    if kind == "node" or isinstance(error, NodeShort | SandboxAhead | SandboxTaken):
-        return InfrastructureError(message)
     return (HandlerError if isinstance(error, SandboxRequestError) else SandboxFailure)(message)
 
 

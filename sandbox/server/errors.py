@@ -18,7 +18,10 @@ class ServerError(Exception):
 
 
 class Spoiled(ServerError):
-    """What the server works with is closed, gone or another thing, which nobody but the agent makes so."""
+    """What the server works with is closed, gone or another thing, or keeps a shell from starting.
+
+    Once it had a shell that is the agent's doing.
+    """
 
     kind = "SandboxSpoiled"
 

@@ -10,7 +10,7 @@ import shutil
 import threading
 import time
 
-from errors import RequestError, ServerError
+from errors import RequestError, ServerError, Spoiled
 from output import max_chars
 
 PYTHON_VARIABLE = "ROLLOUT_IPYTHON"
@@ -200,6 +200,10 @@ class IPython:
                     wait_until_ready(life, hangup_fd)
                 except (NoPackages, FileNotFoundError, PermissionError):
                     continue
+                except Spoiled as error:
+                    if self._python is None:  # it may be the image's fault: none has been ready here
+                        raise ServerError(str(error))
+                    raise
                 self._python = python
                 return life
             raise RequestError(REMEDY % ", ".join(pythons))

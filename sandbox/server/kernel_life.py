@@ -15,10 +15,11 @@ import termios
 import threading
 import time
 
+import proc
 import wire
 from cell import CellOutput, PlaceScanner
 from confine import confiner
-from errors import RequestError, ServerError
+from errors import RequestError, ServerError, Spoiled
 from kernel import NO_PACKAGES
 from output import Capture
 from tape import TAPE
@@ -309,6 +310,10 @@ class KernelLife:
         self._signal(bridge, signal.SIGKILL)
         bridge.wait()
 
+    def starved(self):
+        """See `proc.starved`, of the kernel or the bridge."""
+        return any(proc.starved(process.pid) for process in self._processes)
+
     def _kill_all(self):
         for process in self._processes:
             self._signal(process, signal.SIGKILL)
@@ -327,7 +332,9 @@ class KernelLife:
 
 
 def wait_until_ready(life, hangup_fd=None):
-    """Wait for the kernel's first answer. Raises ServerError with what the processes said."""
+    """Wait for the kernel's first answer. Raises ServerError with what the processes said, Spoiled where they
+    had what they need of the machine.
+    """
     deadline = time.monotonic() + START_TIMEOUT_S
     if life.wait(lambda: life.ready or life.gone, deadline, hangup_fd):
         if life.ready and not life.gone:
@@ -335,11 +342,12 @@ def wait_until_ready(life, hangup_fd=None):
         words, lacking = life.complaint()
         if lacking:
             raise NoPackages(words)
-        raise ServerError("the IPython kernel (%s) ended while starting; it said: %s" % (life.python, words))
+        raise Spoiled("the IPython kernel (%s) ended while starting; it said: %s" % (life.python, words))
     if time.monotonic() < deadline:
         raise RequestError("the caller went away while the IPython kernel was starting")
+    kind = ServerError if life.starved() else Spoiled
     life.kill()
-    raise ServerError(
+    raise kind(
         "the IPython kernel (%s) was not ready after %g s; it said: %s"
         % (life.python, START_TIMEOUT_S, life.complaint()[0])
     )

@@ -17,6 +17,7 @@ _POLL_IN = 0x1
 _MOST_FDS = 64  # a process that watches more is a server, not at a prompt
 _TTY_DEVICE = os.makedev(5, 0)  # /dev/tty
 _END_TIMEOUT_S = 8.0
+_BUSY_S = 2.0  # of a processor; a shell or a kernel is ready after less
 
 
 def processes():
@@ -61,6 +62,22 @@ def description(pid):
     fields = _stat("/proc/%d/stat" % pid)
     state = fields[0].decode() if fields else "gone"
     return "process %d is %r in state %s" % (pid, " ".join(command_line(pid))[:200], state)
+
+
+def starved(pid):
+    """Whether a process that has not got on may only be short of a processor or a disk.
+
+    It, or a child of its, wants to run, and they have hardly run.
+    """
+    family, states, ticks = [pid], set(), 0
+    for other in [pid, *sorted(processes())]:
+        if other == pid or (relations(other) or (0, 0))[0] in family:
+            fields = _stat("/proc/%d/stat" % other)
+            if fields is not None:
+                family.append(other)
+                states.add(fields[0])
+                ticks += sum(map(int, fields[11:15]))  # its own, and those of children that ended
+    return bool(states & {b"R", b"D"}) and ticks < _BUSY_S * os.sysconf("SC_CLK_TCK")
 
 
 # -- waiting for input ----------------------------------------------

@@ -16,7 +16,7 @@ import time
 
 import proc
 from bash import Bash
-from errors import RequestError, ServerError, of_system
+from errors import RequestError, ServerError, Spoiled, of_system
 from output import DEFAULT_MAX_CHARS, Capture
 from repair import open_root, usable_directory
 from session import LATE_MAX_CHARS, MOST_LINE_BYTES, Session
@@ -353,12 +353,17 @@ class Shell:
                     raise
                 with contextlib.suppress(OSError):  # of a host that is gone
                     os.write(2, ("%s; tried again\n" % error).encode("utf-8", "replace"))
-                # The agent may have replaced the image's bash, or put something into every program.
+                # The agent may have replaced the image's bash, put something into every program, or left
+                # something running that ends each.
                 self._loader.restore()
+                if old is not None and len(tries) == 1:
+                    self.end_all()
         session.late = old.late if old is not None else Capture(LATE_MAX_CHARS)
 
     def _start(self, program, timeout, cwd):
-        """The new session. Raises ServerError."""
+        """The new session. Raises ServerError; Spoiled where bash had what it needs of the machine: then what
+        it reads, such as /etc/bash.bashrc, keeps it.
+        """
         with self._killing:
             bash, self._first = self._first, None
             try:
@@ -369,8 +374,9 @@ class Shell:
             ending = self._waiter.wait(session, time.monotonic() + timeout, heed=False)
         if ending != "marker":
             words, state = session.late.text()[0], proc.description(session.pid)
+            kind = ServerError if proc.starved(session.pid) else Spoiled
             session.kill()
-            raise ServerError("bash did not become ready (%s; %s); it said: %r" % (ending, state, words))
+            raise kind("bash did not become ready (%s; %s); it said: %r" % (ending, state, words))
         return session
 
     def end_all(self):

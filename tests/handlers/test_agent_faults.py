@@ -11,7 +11,7 @@ from rollout.trajectory import FinishReason, Message
 from sandbox import spec
 from sandbox.errors import NotAllowed, SandboxError, SandboxGone, SandboxSpoiled
 from workers.agent.replay import Action, Call
-from workers.agent.tools import ExecuteBash, Finish
+from workers.agent.tools import ExecuteBash, ExecuteIPythonCell, Finish
 from workers.errors import from_sandbox
 from workers.handlers import AgentHandler, EvalContext, InitContext, Reward
 from workers.handlers.base import AnyTask
@@ -55,6 +55,8 @@ BREAKS = {
     "the root is closed": "chmod 000 /",
     "the root is closed, and the shell ends": "chmod 000 /; exit",
     "every process is killed": KILLS,
+    "every process is killed again and again": '(trap "" HUP; while :; do for p in /proc/[0-9]*; do '
+    '[ "${p#/proc/}" = "$BASHPID" ] || kill -9 "${p#/proc/}"; done; done) >/dev/null 2>&1 & disown; exit',
     "the workspace is closed": "chmod 000 /workspace; exit",
 }
 
@@ -67,9 +69,17 @@ def test_an_agent_that_breaks_its_shell_is_scored(how):
     assert done.finish_reason is FinishReason.STOP
 
 
-@pytest.mark.parametrize("how", ["chmod 000 /run; exit", "chmod 000 /run /"])
-def test_an_agent_that_closes_to_the_server_what_it_cannot_open_is_scored(how):
-    done = agent("touch done.txt", how, "echo still here")
+SPOILS = {
+    "what it works in is closed": "chmod 000 /run /",
+    "what it works in is closed, and the shell ends": "chmod 000 /run; exit",
+    "each bash ends at once": "echo exit >/etc/bash.bashrc; exit",
+    "each bash waits for ever": "rm -f /etc/bash.bashrc; mkfifo /etc/bash.bashrc; exit",
+}
+
+
+@pytest.mark.parametrize("how", SPOILS)
+def test_an_agent_that_leaves_the_server_no_shell_is_scored(how):
+    done = agent("touch done.txt", SPOILS[how], "echo still here")
     assert (done.state, done.drop, done.error) == (State.COMPLETED, False, None)
     assert done.reward == 1.0
     assert done.finish_reason is FinishReason.SANDBOX_LIMIT
@@ -78,6 +88,31 @@ def test_an_agent_that_closes_to_the_server_what_it_cannot_open_is_scored(how):
 
 def test_an_agent_that_works_on_after_killing_everything_is_rewarded_for_it():
     assert agent(KILLS, "touch done.txt").reward == 1.0
+
+
+class Calculating(Shelled):
+    """With IPython."""
+
+    name = "calculating"
+    tools = (ExecuteIPythonCell(), *Shelled.tools)
+
+
+BREAK_KERNEL = """
+import os, pathlib, site
+place = pathlib.Path(site.getsitepackages()[0], "end.pth")
+place.parent.mkdir(parents=True, exist_ok=True)
+place.write_text("import os; os._exit(3)")
+os._exit(0)
+"""
+
+
+def test_an_agent_that_keeps_its_kernel_from_starting_is_scored():
+    cells = [Call(name="execute_ipython_cell", arguments={"code": code}) for code in (BREAK_KERNEL, "1")]
+    actions = [Action(tool_calls=[cell]) for cell in cells]
+    (done,) = play(Calculating(), {}, [*actions, FINISH], limits=Limits(max_attempts=1))
+    assert (done.state, done.drop, done.error) == (State.COMPLETED, False, None)
+    assert (done.reward, done.finish_reason) == (0.5, FinishReason.SANDBOX_LIMIT)
+    assert any("ended while starting" in warning for warning in done.trajectory.warnings)
 
 
 FILL = "for i in 1 2 3 4 5 6; do head -c 30M /dev/zero >file$RANDOM$i; sleep 2; done"

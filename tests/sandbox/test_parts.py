@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from sandbox import check, connection, errors, paths, payload
@@ -23,9 +24,28 @@ from sandbox.runtimes.base import Bind, Launch
 from sandbox.server import wire
 from sandbox.server.output import Capture, MarkerScanner
 from sandbox.spec import Limits, SandboxInfo, SandboxSpec
-from tests.helpers.sandboxes import new_state
+from tests.helpers.sandboxes import new_state, server_modules
+from tests.helpers.stack import wait_until
 
 SETUP = Path(__file__).resolve().parents[2] / "deploy" / "setup"
+
+
+def test_who_hardly_ran_is_told_from_who_has_the_processor_and_from_who_waits():
+    waits = subprocess.Popen(["sh", "-c", "sleep 60; true"])
+    works = subprocess.Popen(["sh", "-c", "(while :; do :; done); true"])
+    with server_modules("proc") as (proc,):
+        try:
+            wait_until(lambda: proc.starved(works.pid), 10, "it to have begun")
+            assert not proc.starved(waits.pid), "it wants nothing of the machine"
+            wait_until(lambda: not proc.starved(works.pid), 60, "it to have had two seconds of a processor")
+            assert proc.relations(works.pid), "and yet it works"
+        finally:
+            for process in (waits, works):
+                for child in psutil.Process(process.pid).children():
+                    child.kill()
+                process.kill()
+                process.wait()
+        assert not proc.starved(works.pid), "it is gone"
 
 
 def test_capture_keeps_short_text_whole_and_cuts_long_text_in_the_middle():
