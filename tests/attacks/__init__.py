@@ -54,3 +54,8 @@ def attack(stopped_by: str) -> Callable:
         return test
 
     return make
+
+
+def one_a_wall(cheats: dict[str, tuple[str, str]]) -> tuple[str, ...]:
+    """The first script for each wall. Args: `cheats`: what is attempted → its script, and the wall."""
+    return tuple({wall: script for script, wall in reversed(cheats.values())}.values())

@@ -6,6 +6,7 @@ Options go to pytest (`-k keyring`, `-n 4`).
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from rich.table import Table
+
+from tests.helpers.long_forms import ATTACKS
 
 RUNTIMES = ("apptainer", "bubblewrap")
 
@@ -62,6 +65,7 @@ def results(rows: list[dict]) -> dict:
 
 def main() -> int:
     """Run them; 0 when every attack failed and every control succeeded."""
+    os.environ[ATTACKS.variable] = "1"
     record = Record()
     here = str(Path(__file__).parent)
     status = pytest.main([here, "-q", "--no-header", *sys.argv[1:]], plugins=[record])

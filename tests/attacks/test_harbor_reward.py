@@ -26,9 +26,10 @@ from sandbox.client import SandboxClient
 from sandbox.errors import SandboxRequestError
 from sandbox.host_client import HostClient
 from sandbox.spec import SandboxSpec
-from tests.attacks import RewardTarget, attack
+from tests.attacks import RewardTarget, attack, one_a_wall
 from tests.helpers.harbor_agents import OFFLINE, own_node, roll_many
 from tests.helpers.harbor_tasks import request, write_task
+from tests.helpers.long_forms import ATTACKS
 from tests.helpers.sandboxes import require_apptainer
 from tests.helpers.swe_agents import AT_ONCE
 
@@ -125,6 +126,12 @@ CHEATS = {
     "escape_a_score_by_removing_bash": ("bash_removed", PROGRAMS),
 }
 """What is attempted → the script of it, and what stops it."""
+CONTROLLED = ATTACKS(
+    "cheats that are tried the naive way too",
+    short=one_a_wall(CHEATS),
+    long=tuple(script for script, _ in CHEATS.values()),
+)
+"""A control runs nothing of the service but a sandbox: it changes with its script alone."""
 ESCAPES = {"logs_linked", "logs_closed", "logs_a_file", "reward_a_pipe", "tests_a_file", "bash_removed"}
 """Cheats of an agent without an answer that would rather have no score than 0."""
 TOGETHER = {
@@ -288,7 +295,8 @@ def attempt_of(cheat: str, wall: str) -> Callable[..., None]:
         return done.reward != 0.0
 
     (agent,) = (agent for agent, cheats in TOGETHER.items() if cheat in cheats)
-    places = pytest.mark.parametrize("control", [False, True], ids=["service", "control"])
+    tried = {"service": False, "control": True} if cheat in CONTROLLED else {"service": False}
+    places = pytest.mark.parametrize("control", tried.values(), ids=tried)
     if "$LIBRARY" in (HERE / f"{cheat}.sh").read_text():
         attempt = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")(attempt)
     return pytest.mark.parametrize(("cheat", "agent"), [(cheat, agent)])(places(attempt))

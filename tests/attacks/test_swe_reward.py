@@ -21,8 +21,9 @@ from rollout.schema import State
 from sandbox.client import SandboxClient
 from sandbox.host_client import HostClient
 from sandbox.spec import SandboxSpec
-from tests.attacks import RewardTarget, attack
+from tests.attacks import RewardTarget, attack, one_a_wall
 from tests.helpers import swe_toy
+from tests.helpers.long_forms import ATTACKS
 from tests.helpers.sandboxes import own_sandboxes, require_apptainer
 from tests.helpers.swe_agents import AT_ONCE, Judged, Result, judge_many, roll_many
 from workers.scoring.swe_tests import grade
@@ -112,6 +113,12 @@ CHEATS = {
     ),
 }
 """What is attempted → the script of it, and what stops it."""
+CONTROLLED = ATTACKS(
+    "cheats that are tried the naive way too",
+    short=one_a_wall(CHEATS),
+    long=tuple(script for script, _ in CHEATS.values()),
+)
+"""A control runs nothing of the service but a sandbox: it changes with its script alone."""
 ESCAPES = ("attributes", "attributes_of_repository", "unreadable", "repository_removed")
 """Cheats of an agent without a fix that would rather have no score than 0."""
 TOGETHER = {
@@ -276,7 +283,8 @@ def attempt_of(cheat: str, wall: str) -> Callable[..., None]:
     def attempt(target: RewardTarget, cheat: str, control: bool) -> bool:
         return target.outcome if control else rewarded(cheat, target.outcome)
 
-    places = pytest.mark.parametrize("control", [False, True], ids=["service", "control"])
+    tried = {"service": False, "control": True} if cheat in CONTROLLED else {"service": False}
+    places = pytest.mark.parametrize("control", tried.values(), ids=tried)
     return pytest.mark.parametrize("cheat", [cheat])(places(attempt))
 
 

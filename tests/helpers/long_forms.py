@@ -70,9 +70,11 @@ def _caller() -> str:
 
 
 CHAOS = LongForm("CHAOS_LONG", "make chaos")
+ATTACKS = LongForm("ATTACKS_LONG", "python -m tests.attacks")
 CAPTURE = LongForm("CAPTURE_LONG", "CAPTURE_LONG=1 python -m pytest tests/integration/test_capture.py")
 COMPOSE = LongForm("COMPOSE_LONG", "make compose-test")
 SLURM = LongForm("SLURM_LONG", "make slurm-test")
+TASKS = LongForm("TASKS_LONG", "TASKS_LONG=1 python -m pytest tests/task_checks tests/swe")
 TRAINING = LongForm(
     "TRAIN_LONG",
     "TRAIN_LONG=1 python -m pytest tests/integration/test_training.py tests/integration/test_verl_path.py",
