@@ -63,7 +63,6 @@ def planted(root: Path) -> dict[str, str]:
     # Its tests compare with what the agent was given.
     data = "".join(f"{n},a row of what the agent works on\n" for n in range(9))
     step(root / "good", **{"workdir/data.csv": data, "tests/data.csv": data})
-    write_task(root / "flaky", test="echo 0.1$(date +%N) >/logs/verifier/reward.txt")
     write_task(root / "free", test="echo 1 >/logs/verifier/reward.txt")
     write_task(root / "silent", test="true")
     write_task(root / "unsolved", solution="touch other.txt; echo tried")
@@ -86,7 +85,6 @@ def planted(root: Path) -> dict[str, str]:
     return {
         "good": "ok",
         "steps": "ok",
-        "flaky": "flaky",
         "free": "nop earns",
         "silent": "no reward",
         "unsolved": "oracle fails",
@@ -101,7 +99,8 @@ def planted(root: Path) -> dict[str, str]:
 
 def test_each_planted_fault_of_a_harbor_task_is_found(checked, tmp_path):
     expected = planted(tmp_path / "set")
-    result, report = checked(tmp_path / "set", *HARBOR, "--jobs", "3")
+    # What is found here does not take a second look, as it does of the next test.
+    result, report = checked(tmp_path / "set", *HARBOR, "--jobs", "3", "--repeat", "1")
     found = {Path(task["where"]).name: task for task in report["tasks"]}
     assert {name: task["verdict"] for name, task in found.items()} == expected, result.output
     assert result.exit_code == 1
@@ -117,13 +116,20 @@ def test_each_planted_fault_of_a_harbor_task_is_found(checked, tmp_path):
     # The table has a row for each of these, and none for what is fine.
     table = result.stdout.splitlines()
     assert not any(line.startswith("good") for line in table)
-    assert "12 tasks in " in table[-1] and "2 ok" in table[-1]
+    assert "11 tasks in " in table[-1] and "2 ok" in table[-1]
     good = found["good"]
-    assert good["oracle"] == [1.0, 1.0] and set(good["nop"]) == {0.0}
+    assert good["oracle"] == [1.0] and set(good["nop"]) == {0.0}
     assert {"init", "oracle", "verify", "total"} <= good["seconds"].keys()
     assert good["searched"]["complete"] and [leak["fault"] for leak in good["searched"]["found"]] == [False]
     assert good["notes"][0].startswith("steps/only/tests/data.csv is in /")
     Report.model_validate(report)
+
+
+def test_a_harbor_task_whose_tests_do_not_agree_with_themselves_is_flaky(checked, tmp_path):
+    write_task(tmp_path / "set" / "flaky", test="echo 0.1$(date +%N) >/logs/verifier/reward.txt")
+    result, report = checked(tmp_path / "set", *HARBOR)
+    (task,) = report["tasks"]
+    assert (task["verdict"], len(task["oracle"]), result.exit_code) == ("flaky", 2, 1), result.output
 
 
 DOUBLE: dict[str, Any] = {"prompt": "Double it.", "tests": [{"stdin": "2\n", "stdout": "4\n"}]}
