@@ -32,6 +32,8 @@ ENDLESS = [25] * 40
 """The greedy model says 16 and 22 to it, by turns and without end."""
 LONG = 1900
 """Tokens of a call that shall still run when something is done to it."""
+WATCHED = 200
+"""Of one that is ended as soon as its first ids have come."""
 TRIES = 10
 GREEDY_AND_WARM = (0.0, 0.7, 1.0, 1.6)
 
@@ -154,7 +156,7 @@ def test_a_watched_call_tells_its_ids_as_they_come_and_ends_as_the_whole_one(des
 
 def test_a_watched_call_that_a_pause_ends_in_mid_stream_goes_on_from_its_ids(described, version):
     """Greedy, so that the pieces must be what one call says."""
-    request = SampleRequest("watched", ENDLESS, 400, SamplingParams(temperature=0.0))
+    request = SampleRequest("watched", ENDLESS, WATCHED, SamplingParams(temperature=0.0))
 
     async def main():
         told = []
@@ -167,8 +169,8 @@ def test_a_watched_call_that_a_pause_ends_in_mid_stream_goes_on_from_its_ids(des
                 (await control.post(described.url + path)).raise_for_status()
             return told, await call, router.metrics.get("failed_calls", 0)
 
-    whole = complete(described, prompt=ENDLESS, temperature=0.0, max_tokens=400)
-    assert len(whole.token_ids) == 400 and len(set(whole.token_ids)) > 1
+    whole = complete(described, prompt=ENDLESS, temperature=0.0, max_tokens=WATCHED)
+    assert len(whole.token_ids) == WATCHED and len(set(whole.token_ids)) > 1
     for _ in range(TRIES):
         told, joined, failed = asyncio.run(main())
         assert told == joined.token_ids == whole.token_ids
