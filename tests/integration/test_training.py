@@ -27,8 +27,8 @@ from tests.helpers.sandboxes import leftovers, stop_host
 from tests.helpers.stack import CHECKPOINT, ROOT, Stack, free_port, wait_until
 
 conversation = Lazy("examples.demo_model.conversation")
-STEPS = TRAINING("steps with kills between", short=12, long=40)
-KILLED_AFTER = TRAINING("checkpoints before a kill", short=4, long=7)
+STEPS = TRAINING("steps with kills between", short=8, long=40)
+KILLED_AFTER = TRAINING("checkpoints before a kill", short=3, long=7)
 GROUPS, N = 2, 2
 MAX_GAP = 1e-3
 """Nats between the engine's log-probs and the trainer's, both in float32."""
@@ -145,8 +145,8 @@ def test_steps_with_a_trainer_killed_between_lose_no_group_and_keep_log_probs_ex
     [("dapo", ("--groups", "1", "--n", "4")), ("ppo", ("--groups", "4"))],
 )
 def test_the_other_algorithms_go_through_steps_and_move_the_weights(stack, tmp_path, algorithm, sizes):
-    rows, trainer = run(stack, tmp_path / algorithm, 3, "--algorithm", algorithm, *sizes)
-    assert [row["step"] for row in rows] == [1, 2, 3]
+    rows, trainer = run(stack, tmp_path / algorithm, 2, "--algorithm", algorithm, *sizes)
+    assert [row["step"] for row in rows] == [1, 2]
     assert all(row["grad_norm"] > 0 for row in rows if row["groups"]["kept"])
     assert max(row["logprob_gap"] or 0.0 for row in rows) < MAX_GAP
     if algorithm == "dapo":
@@ -154,23 +154,25 @@ def test_the_other_algorithms_go_through_steps_and_move_the_weights(stack, tmp_p
         assert all(set(row["reasons"]) <= {"uniform_reward"} for row in rows)
     else:
         assert {len(row["groups"]["kept"]) for row in rows} == {4}
-        assert trainer.actor.load_state(tmp_path / algorithm / "checkpoints" / "step-000003")["critic"]
+        assert trainer.actor.load_state(tmp_path / algorithm / "checkpoints" / "step-000002")["critic"]
 
 
 def test_a_program_on_a_vendors_sdk_drives_a_run_with_the_ids_that_its_model_was_taught(stack, tmp_path):
     from transformers import AutoTokenizer
 
     program = ROOT / "examples" / "agents" / "calculator_agent.py"
-    sizes = ["--groups", "1", "--n", "4", "--agent", str(program), "--at-once", "2"]
+    # Each rollout is a process that imports the SDK: none more than the steps learn from.
+    sizes = ["--groups", "1", "--n", "2", "--oversample", "1", "--supply", "1"]
+    sizes += ["--agent", str(program), "--at-once", "2"]
     rows, _ = run(stack, tmp_path / "run", 2, "--algorithm", "grpo", *sizes)
-    assert [row["step"] for row in rows] == [1, 2] and {row["scored"] for row in rows} == {4}
+    assert [row["step"] for row in rows] == [1, 2] and {row["scored"] for row in rows} == {2}
     gaps = [row["logprob_gap"] for row in rows if row["logprob_gap"] is not None]
     assert gaps and max(gaps) < MAX_GAP
 
     maker = conversation.ConversationMaker(AutoTokenizer.from_pretrained(CHECKPOINT))
     names = [group for row in rows for group in row["groups"]["kept"]]
     members = [item for name in names for item in stack.client.list(group_id=name).rollouts]
-    assert len(members) == 8
+    assert len(members) == 4
     followed = 0
     for rollout in (stack.client.get(item.id) for item in members):
         assert rollout.request.agent.harness == EXTERNAL and rollout.trajectory.receipt.drift == 0
@@ -186,7 +188,7 @@ def test_a_program_on_a_vendors_sdk_drives_a_run_with_the_ids_that_its_model_was
                     before + segment.token_ids + told.token_ids
                 )
                 followed += 1
-    assert followed >= 4, "the demo model calls its tool nearly always"
+    assert followed >= 2, "the demo model calls its tool nearly always"
 
 
 def ids_before(chain, segment) -> list[int]:
