@@ -86,6 +86,9 @@ def vllm_server(model_dir: Path = DEMO_MODEL, **options: object) -> Iterator[LLM
         "TORCHDYNAMO_DISABLE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # The process of the engine computes, as on one GPU. On a CPU vLLM else starts one more, which takes
+        # a quarter of the start, and each spins while it waits for the other.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_SERVER_DEV_MODE": "1",
