@@ -79,6 +79,16 @@ class Witness:
         """Errors of this form are what the test is about: chromium writes one for each refused request."""
         self._accepted.append(re.compile(pattern))
 
+    @property
+    def accepts(self) -> bool:
+        """Whether some errors are accepted."""
+        return bool(self._accepted)
+
+    def forget(self) -> None:
+        """Begin anew: what comes is another test's."""
+        for seen in (self._accepted, self.errors, self.elsewhere, self.requests, self.secrets):
+            seen.clear()
+
     def _heard(self, message: ConsoleMessage) -> None:
         text = f"{message.type}: {message.text} ({message.location.get('url', '')})"
         if message.type == "error" and not any(pattern.search(text) for pattern in self._accepted):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 EXPECTED_MS = 10_000.0
 """For what is to be seen, also beside other tests."""
+NOWHERE = "#/-"
+"""The address of no view, where a page asks for nothing."""
 
 
 # Of this package: while Playwright drives, its loop runs in this thread, where other tests run their own.
@@ -81,14 +84,80 @@ def contexts(browser, service, signed_in) -> Iterator[Callable[..., tuple[Browse
         witness.require_clean()
 
 
+class Tab:
+    """A tab that one test after the other may have: another takes two seconds of a processor, and to load
+    the page anew half a second."""
+
+    def __init__(self, browser: Browser, url: str, state: Any) -> None:
+        self.context = browser.new_context(viewport=WIDE, storage_state=state)
+        self.context.set_default_timeout(PATIENCE_MS)
+        self.witness = Witness(self.context, url)
+        self.page = self.context.new_page()
+        self._nowhere = f"{url}/{NOWHERE}"
+        self.page.goto(self._nowhere)
+        self._kept = self.context.storage_state()
+
+    def open(self, route: str) -> Page:
+        """The page at a view, in a new document: nothing is left in it of what the last test did."""
+        # To go there would load the page only where the address has another path.
+        self.page.evaluate("(route) => history.replaceState(null, '', route)", f"#/{route}")
+        self.page.reload()
+        return self.page
+
+    def leave(self) -> bool:
+        """End what the view does, and fail for what was seen; whether the tab keeps nothing of it."""
+        for page in self.context.pages:
+            if page is not self.page:
+                page.close()
+        self.page.mouse.move(0, 0)
+        self.page.goto(self._nowhere)
+        if self.witness.accepts:
+            self.page.reload()  # so that no late error comes to the next test, which does not accept it
+        clean = self.context.storage_state() == self._kept
+        self.witness.require_clean()
+        self.witness.forget()
+        return clean
+
+
+@pytest.fixture(scope="package")
+def tabs(browser, service, signed_in) -> Iterator[Callable[[str], AbstractContextManager[Tab]]]:
+    """Lends a tab that has signed in with a key. Only a tab that is as it was is lent again."""
+    kept: dict[str, Tab] = {}
+
+    @contextmanager
+    def lent(key: str) -> Iterator[Tab]:
+        tab = kept.pop(key, None) or Tab(browser, service.url, signed_in(key))
+        try:
+            yield tab
+            if tab.leave():
+                kept.setdefault(key, tab)
+        finally:
+            if kept.get(key) is not tab:
+                tab.context.close()
+
+    yield lent
+    for tab in kept.values():
+        tab.context.close()
+
+
 @pytest.fixture
-def open_view(contexts, service) -> Callable[..., Page]:
-    """Opens a view by its address; `key` and options of the context are those of `contexts`."""
+def open_view(contexts, tabs, service) -> Iterator[Callable[..., Page]]:
+    """Opens a view by its address, where errors of the form `accept` are what the test is about.
 
-    def open_view(route: str, **options: Any) -> Page:
-        context, _ = contexts(**options)
-        page = context.new_page()
-        page.goto(f"{service.url}/#/{route}")
-        return page
+    With options of a context in one of its own, which a test also needs for routes, scripts or a size of the
+    window: a tab does not forget these.
+    """
+    with ExitStack() as lent:
 
-    return open_view
+        def open_view(route: str, key: str = KEY, accept: str | None = None, **options: Any) -> Page:
+            tab = None if options else lent.enter_context(tabs(key))
+            context, witness = (tab.context, tab.witness) if tab else contexts(key, **options)
+            if accept is not None:
+                witness.accept(accept)
+            if tab:
+                return tab.open(route)
+            page = context.new_page()
+            page.goto(f"{service.url}/#/{route}")
+            return page
+
+        yield open_view

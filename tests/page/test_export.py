@@ -86,10 +86,8 @@ def test_a_file_holds_no_key_and_no_address_of_another_host(world):
     assert world.url not in text
 
 
-def test_the_button_and_the_command_give_the_same_file(contexts, world, tmp_path):
-    context, _ = contexts(accept_downloads=True)
-    page = context.new_page()
-    page.goto(f"{world.url}/#/rollouts/mend-calc.0")
+def test_the_button_and_the_command_give_the_same_file(open_view, world, tmp_path):
+    page = open_view("rollouts/mend-calc.0")
     expect(page.get_by_role("tab").first).to_be_visible()
     with page.expect_download() as download:
         page.get_by_role("button", name="Save page").click()

@@ -12,6 +12,7 @@ from playwright.sync_api import expect
 from services.gateway.auth import CACHE_S
 from services.state.api_keys import KeyStore, Scope
 from services.state.redis import connect
+from tests.helpers.browser import sign_in
 from tests.helpers.page_world import OTHER
 
 
@@ -50,11 +51,8 @@ def test_a_tenant_sees_its_own_rollouts_alone(open_view, world):
 
 
 @pytest.mark.parametrize("route", ["rollouts/mend-calc.0", "groups/mend-calc", "batches/draws"])
-def test_anothers_by_its_address_is_not_there(contexts, world, route):
-    context, witness = contexts(key=world.other_key)
-    witness.accept("404")
-    page = context.new_page()
-    page.goto(f"{world.url}/#/{route}")
+def test_anothers_by_its_address_is_not_there(open_view, world, route):
+    page = open_view(route, key=world.other_key, accept="404")
     said = re.compile("not there|no such|not known|not found|nothing|no rollout|unknown", re.IGNORECASE)
     expect(page.get_by_role("main").get_by_text(said).first).to_be_visible()
     text = page.locator("body").inner_text()
@@ -93,9 +91,9 @@ def test_lists_counts_and_reports_are_those_of_the_tenant(theirs):
 def test_a_reader_is_not_offered_a_cancel_that_works(contexts, world):
     _, reader = world.new_key(Scope.READ)
     rollout_id = world.running()
-    context, witness = contexts(key=reader)
+    context, witness = contexts(key=None)
     witness.accept("403")
-    page = context.new_page()
+    sign_in(page := context.new_page(), world.url, reader)
     page.goto(f"{world.url}/#/rollouts/{rollout_id}")
     expect(page.get_by_role("main").get_by_text("running").first).to_be_visible()
     button = page.get_by_role("button", name="Cancel", exact=False)
@@ -109,17 +107,18 @@ def test_a_reader_is_not_offered_a_cancel_that_works(contexts, world):
     world.client.cancel(rollout_id)
 
 
-def test_an_admin_looks_at_everybodys(open_view):
+def test_an_admin_looks_at_everybodys(open_view, world):
+    page = open_view("overview")
     for query, name in (("tag=secret-of-other", "theirs"), ("group_id=mend-calc", "mend-calc.0")):
-        page = open_view(f"rollouts?tenant=*&{query}")
+        page.goto(f"{world.url}/#/rollouts?tenant=*&{query}")
         expect(page.get_by_role("main").get_by_role("link", name=name, exact=True).first).to_be_visible()
 
 
 def test_a_session_ends_when_its_key_is_revoked(contexts, world):
     key_id, text = world.new_key(Scope.READ)
-    context, witness = contexts(key=text)
+    context, witness = contexts(key=None)
     witness.accept("401")
-    page = context.new_page()
+    sign_in(page := context.new_page(), world.url, text)
     page.goto(f"{world.url}/#/rollouts?state=failed")
     expect(page.get_by_role("link", name=re.compile("broken")).first).to_be_visible()
     with connect(world.stack.redis.url) as redis:
