@@ -139,6 +139,8 @@ def _run(world: PageWorld) -> None:
             end,
         ],
         [use("finish", "I give up at once.", message="no")],
+        # Who comes first plays the first: any two of the four are looked at beside each other.
+        [use("think", "I think first.", thought="Twice is two times."), end],
     )
     task = {"rewards": [1.0, 0.5, 0.0, 1.0]}
     fields = {
