@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import mimetypes
+import re
 from functools import lru_cache
 from pathlib import Path
 
@@ -40,13 +41,25 @@ HEADERS = {
     # Kept, and asked for again each time: a page and its modules are of one release.
     "Cache-Control": "no-cache",
 }
+FOREVER = "max-age=31536000, immutable"
+RELEASE = re.compile(r"(v-[0-9a-f]{16})/")
+"""How an address begins that means a file as it is in one release."""
 
 
 @lru_cache(maxsize=256)
-def _read(path: Path, changed_ns: int) -> tuple[bytes, bytes, str]:
+def _read(path: Path, changed_ns: int, release: str) -> tuple[bytes, bytes, str]:
     """A file as it was at that time of change: its bytes, the same by gzip, and their tag."""
     body = path.read_bytes()
+    if path.name == INDEX:
+        body = body.replace(b'"page/', f'"page/{release}/'.encode())
     return body, gzip.compress(body, mtime=0), hashlib.sha256(body).hexdigest()[:32]
+
+
+def _release() -> str:
+    """A name of all files as they are, which another release does not have."""
+    files = sorted(path for path in STATIC.rglob("*.[cj]s*"))
+    tags = [(str(path.relative_to(STATIC)), _read(path, path.stat().st_mtime_ns, "")[2]) for path in files]
+    return f"v-{hashlib.sha256(repr(tags).encode()).hexdigest()[:16]}"
 
 
 def wanted() -> bool:
@@ -61,15 +74,19 @@ def send(name: str) -> Response:
     Raises:
         ApiProblem: 404; there is no such file.
     """
-    path = Path(safe_join(str(STATIC), name) or "")
+    named = RELEASE.match(name)
+    path = Path(safe_join(str(STATIC), name[named.end() :] if named else name) or "")
     if len(name) > MOST_NAME or not path.is_file():
         raise ApiProblem(404, "No such file", "the page has no file of that name; it begins at /")
-    body, packed, etag = _read(path, path.stat().st_mtime_ns)
+    release = _release() if named or path.name == INDEX else ""
+    body, packed, etag = _read(path, path.stat().st_mtime_ns, release if path.name == INDEX else "")
     kind = SCRIPT if path.suffix == ".js" else mimetypes.guess_type(path)[0] or "text/plain"
     response = Response(body, headers=HEADERS, mimetype=kind)
     if request.accept_encodings.quality("gzip") > 0:
         response.set_data(packed)
         response.headers["Content-Encoding"], etag = "gzip", f"{etag}-gzip"
+    if named and named[1] == release:
+        response.headers["Cache-Control"] = FOREVER
     if not _trustworthy():
         del response.headers["Cross-Origin-Opener-Policy"]
     response.set_etag(etag)

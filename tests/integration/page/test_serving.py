@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import re
 import socket
 
 import pytest
@@ -62,6 +63,32 @@ def test_a_changed_file_is_sent_anew(world, tmp_path, monkeypatch):
     path.write_text("export const a = 22;\n")
     answer = world.get("/page/views/a.js", headers={"If-None-Match": first.headers["ETag"]})
     assert answer.status_code == 200 and answer.data == b"export const a = 22;\n"
+
+
+def test_the_page_names_files_that_never_change_and_others_once_one_of_them_has(world, tmp_path, monkeypatch):
+    monkeypatch.setattr(serving, "STATIC", tmp_path)
+    (tmp_path / "index.html").write_text('<script type="module" src="page/app.js"></script>')
+    (tmp_path / "app.js").write_text('import "./other.js";')
+    (tmp_path / "other.js").write_text("1")
+
+    def named() -> str:
+        page = world.get("/", headers={"Accept": BROWSER})
+        assert page.headers["Cache-Control"] == "no-cache"
+        return re.search(r'src="(page/v-[0-9a-f]{16}/)app\.js"', page.text)[1]
+
+    first = named()
+    assert first == named()
+    for name in ("app.js", "other.js"):
+        answer = world.get(f"/{first}{name}")
+        assert "immutable" in answer.headers["Cache-Control"] and answer.text == (tmp_path / name).read_text()
+        assert world.get(f"/page/{name}").headers["Cache-Control"] == "no-cache"
+    (tmp_path / "other.js").write_text("22")
+    # A page that was loaded before goes on, and keeps nothing under a name that is another release's.
+    assert world.get(f"/{first}app.js").headers["Cache-Control"] == "no-cache"
+    assert named() != first
+    assert "immutable" in world.get(f"/{named()}other.js").headers["Cache-Control"]
+    assert world.get(f"/{first}../serving.py").status_code == 404
+    assert world.get(f"/{first}{first}app.js").status_code == 404
 
 
 @pytest.mark.parametrize(
