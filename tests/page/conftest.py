@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,8 +17,6 @@ from tests.helpers.stack import wait_until
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
 
-EXPECTED_MS = 10_000.0
-"""For what is to be seen, also beside other tests."""
 NOWHERE = "#/-"
 """The address of no view, where a page asks for nothing."""
 
@@ -30,7 +28,7 @@ def browser() -> Iterator[Browser]:
         pytest.skip(reason)
     from playwright.sync_api import expect
 
-    expect.set_options(timeout=EXPECTED_MS)
+    expect.set_options(timeout=PATIENCE_MS)
     with chromium() as browser:
         yield browser
 
@@ -48,54 +46,21 @@ def world(service) -> PageWorld:
     return service
 
 
-@pytest.fixture(scope="package")
-def signed_in(browser, service) -> Callable[[str], Any]:
-    """What a browser keeps of a person who has signed in with a key, which is done once for each."""
-    kept: dict[str, Any] = {}
-
-    def state(key: str) -> Any:
-        if key not in kept:
-            context = browser.new_context(viewport=WIDE)
-            context.set_default_timeout(PATIENCE_MS)
-            sign_in(context.new_page(), service.url, key)
-            kept[key] = context.storage_state()
-            context.close()
-        return kept[key]
-
-    return state
-
-
-@pytest.fixture
-def contexts(browser, service, signed_in) -> Iterator[Callable[..., tuple[BrowserContext, Witness]]]:
-    """Makes contexts, each with a witness, whom nothing escapes."""
-    opened: list[tuple[BrowserContext, Witness]] = []
-
-    def make(key: str | None = KEY, **options: Any) -> tuple[BrowserContext, Witness]:
-        state = signed_in(key) if key is not None else None
-        context = browser.new_context(**{"viewport": WIDE, "storage_state": state, **options})
-        context.set_default_timeout(PATIENCE_MS)
-        opened.append((context, Witness(context, service.url)))
-        return opened[-1]
-
-    yield make
-    for context, _ in opened:
-        context.close()
-    for _, witness in opened:
-        witness.require_clean()
-
-
 class Tab:
     """A tab that one test after the other may have: another takes two seconds of a processor, and to load
-    the page anew half a second."""
+    the page anew a third of one."""
 
-    def __init__(self, browser: Browser, url: str, state: Any) -> None:
+    def __init__(self, browser: Browser, url: str, key: str, state: Any = None) -> None:
         self.context = browser.new_context(viewport=WIDE, storage_state=state)
         self.context.set_default_timeout(PATIENCE_MS)
         self.witness = Witness(self.context, url)
         self.page = self.context.new_page()
+        if state is None:
+            sign_in(self.page, url, key)
         self._nowhere = f"{url}/{NOWHERE}"
         self.page.goto(self._nowhere)
-        self._kept = self.context.storage_state()
+        self.state = self.context.storage_state()
+        """What a browser keeps of a person who has signed in."""
 
     def open(self, route: str) -> Page:
         """The page at a view, in a new document: nothing is left in it of what the last test did."""
@@ -113,44 +78,82 @@ class Tab:
         self.page.goto(self._nowhere)
         if self.witness.accepts:
             self.page.reload()  # so that no late error comes to the next test, which does not accept it
-        clean = self.context.storage_state() == self._kept
+        clean = self.context.storage_state() == self.state
         self.witness.require_clean()
         self.witness.forget()
         return clean
 
 
-@pytest.fixture(scope="package")
-def tabs(browser, service, signed_in) -> Iterator[Callable[[str], AbstractContextManager[Tab]]]:
-    """Lends a tab that has signed in with a key. Only a tab that is as it was is lent again."""
-    kept: dict[str, Tab] = {}
+class Tabs:
+    """A tab for each key, and what it keeps of who signed in there."""
+
+    def __init__(self, browser: Browser, url: str) -> None:
+        self._browser, self._url = browser, url
+        self._kept: dict[str, Tab] = {}
+        self._states: dict[str, Any] = {}
+
+    def state(self, key: str) -> Any:
+        """For contexts that begin as one in which a person has signed in."""
+        if key not in self._states:
+            self._kept[key] = Tab(self._browser, self._url, key)
+            self._states[key] = self._kept[key].state
+        return self._states[key]
 
     @contextmanager
-    def lent(key: str) -> Iterator[Tab]:
-        tab = kept.pop(key, None) or Tab(browser, service.url, signed_in(key))
+    def lent(self, key: str) -> Iterator[Tab]:
+        """A tab that nobody else has. Only one that is as it was is lent again."""
+        state = self.state(key)
+        tab = self._kept.pop(key, None) or Tab(self._browser, self._url, key, state)
         try:
             yield tab
             if tab.leave():
-                kept.setdefault(key, tab)
+                self._kept.setdefault(key, tab)
         finally:
-            if kept.get(key) is not tab:
+            if self._kept.get(key) is not tab:
                 tab.context.close()
 
-    yield lent
-    for tab in kept.values():
-        tab.context.close()
+    def close(self) -> None:
+        for tab in self._kept.values():
+            tab.context.close()
+
+
+@pytest.fixture(scope="package")
+def tabs(browser, service) -> Iterator[Tabs]:
+    tabs = Tabs(browser, service.url)
+    yield tabs
+    tabs.close()
+
+
+@pytest.fixture
+def contexts(browser, service, tabs) -> Iterator[Callable[..., tuple[BrowserContext, Witness]]]:
+    """Makes contexts, each with a witness, whom nothing escapes."""
+    opened: list[tuple[BrowserContext, Witness]] = []
+
+    def make(key: str | None = KEY, **options: Any) -> tuple[BrowserContext, Witness]:
+        state = tabs.state(key) if key is not None else None
+        context = browser.new_context(**{"viewport": WIDE, "storage_state": state, **options})
+        context.set_default_timeout(PATIENCE_MS)
+        opened.append((context, Witness(context, service.url)))
+        return opened[-1]
+
+    yield make
+    for context, _ in opened:
+        context.close()
+    for _, witness in opened:
+        witness.require_clean()
 
 
 @pytest.fixture
 def open_view(contexts, tabs, service) -> Iterator[Callable[..., Page]]:
     """Opens a view by its address, where errors of the form `accept` are what the test is about.
 
-    With options of a context in one of its own, which a test also needs for routes, scripts or a size of the
-    window: a tab does not forget these.
+    With options of a context in one of its own, which a test also needs to sign out, and for routes, scripts
+    or a size of the window: a tab does not forget these.
     """
     with ExitStack() as lent:
 
         def open_view(route: str, key: str = KEY, accept: str | None = None, **options: Any) -> Page:
-            tab = None if options else lent.enter_context(tabs(key))
+            tab = None if options else lent.enter_context(tabs.lent(key))
             context, witness = (tab.context, tab.witness) if tab else contexts(key, **options)
             if accept is not None:
                 witness.accept(accept)

@@ -15,27 +15,35 @@ from tests.helpers.keys import KEY, http
 from tests.helpers.stack import ROOT
 
 
-@pytest.fixture
-def opened(browser, tmp_path):
-    """Opens a file as a person does who has got it by mail; nothing but the file is asked for."""
-    contexts = []
+@pytest.fixture(scope="module")
+def offline(browser):
+    """A context without a network, and its witness."""
+    context = browser.new_context(viewport=WIDE)
+    context.set_offline(True)
+    yield context, Witness(context, "file://")
+    context.close()
 
-    def opened(text: str, **options):
+
+@pytest.fixture
+def opened(offline, tmp_path):
+    """Opens a file as a person does who has got it by mail; nothing but the file is asked for."""
+    context, witness = offline
+
+    def opened(text: str):
         path = tmp_path / "page.html"
         path.write_text(text, encoding="utf-8")
-        context = browser.new_context(viewport=WIDE, **options)
-        witness = Witness(context, "file://")
-        context.set_offline(True)
-        contexts.append((context, witness))
         page = context.new_page()
         page.goto(path.as_uri())
         return page
 
     yield opened
-    for context, witness in contexts:
-        context.close()
+    for page in context.pages:
+        page.close()
+    try:
         witness.require_clean()
         assert [url for url in witness.requests if not url.startswith(("file:", "data:", "blob:"))] == []
+    finally:
+        witness.forget()
 
 
 def exported(world, path: str) -> str:
