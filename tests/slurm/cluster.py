@@ -215,6 +215,12 @@ class SlurmCluster:
             return []
         return [process for process in children if lives(process)]
 
+    def has(self, process: psutil.Process) -> bool:
+        """Whether it runs on one of the nodes; far cheaper than a look at all that does."""
+        return not {self._daemons[name].pid for name in self._up()}.isdisjoint(
+            parent.pid for parent in process.parents()
+        )
+
     def job_processes(self, name: str) -> list[psutil.Process]:
         """Those of jobs: neither the node's first process nor slurmd."""
         return [process for process in self.processes(name)[1:] if not _is_slurmd(process)]
