@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+import time
 from collections import Counter, defaultdict
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -213,7 +214,7 @@ def test_a_backend_whose_calls_fail_though_it_says_it_is_well_is_left_alone(
     """A lie costs no rollout and no token either."""
     servers = fleet(2, **options)
     httpx.post(f"{servers['fake0'].url}/fault", json={"kind": kind}).raise_for_status()
-    submitted = service.client.submit(talk(60, tag=f"breaker-{kind}"))
+    submitted = service.client.submit(talk(40, tag=f"breaker-{kind}"))
     why = wait_until(lambda: service.client.backend("fake0").error, 120, "the circuit to open")
     assert "calls failed, though /health answers" in why
     ended = require_completed(service, submitted)
@@ -274,6 +275,7 @@ def test_rollouts_beyond_the_capacity_wait_for_room_and_none_is_refused(service,
     most = 0
     while not all(service.client.get(rollout.id).state.terminal for rollout in submitted[-1:]):
         most = max(most, service.client.backend("fake0").live_rollouts)
+        time.sleep(0.05)
     ended = require_completed(service, submitted)
     assert 1 <= most <= 5
     assert any(rollout.metrics.get("backend_wait_s", 0) > 0.1 for rollout in ended.values())
