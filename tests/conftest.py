@@ -86,6 +86,11 @@ SHARED = {
         f"tests/chaos/test_{name}.py" for name in ("batches", "connections", "handlers", "outages", "workers")
     ),
     "cluster": ("tests/slurm/test_autoscale", "tests/slurm/test_cluster", "tests/slurm/test_forms"),
+    # Redis, gateway, three fleets, two processes of capture, an engine whose model plays plans.
+    "captured": tuple(
+        f"tests/integration/test_{name}"
+        for name in ("capture.py", "capture_faults", "driven_handlers", "example_agents", "harness_programs")
+    ),
     # Redis, gateway, a worker whose model plays plans; the first file needs it without the worker.
     "compatibility": ("tests/integration/compatibility/",),
     # Redis, gateway, a worker, a scripted engine and one browser.
@@ -94,7 +99,7 @@ SHARED = {
     "instances": ("tests/swe/",),
 }
 """Files that use servers together: one process does them all, one after the other."""
-SERVERS = {"stack", "service", "cluster", "vllm", "embedded", "rows"}
+SERVERS = {"stack", "service", "captured", "cluster", "vllm", "embedded", "rows"}
 """Fixtures of the session or a package that only such files may use: each process would start its own."""
 
 

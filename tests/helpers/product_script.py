@@ -1,5 +1,7 @@
 """A model for the programs of examples/agents: it has a product worked out by a tool, in Qwen3's format.
 
+Asked anything else it is `agent_script`.
+
 For `--script tests.helpers.product_script:turn` of the fake engine, started as `agent_script` says.
 """
 
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 import json
 
+from tests.helpers import agent_script
 from tests.helpers.agent_script import THOUGHT, rest_of_turn
 
 QUESTION, ANSWER, PRODUCT = "What is 37 times 85?", "37 times 85 is 3145.", "3145"
@@ -23,6 +26,8 @@ def turn(prompt: list[int], number: int) -> list[int]:
 
 def says(before: str) -> str:
     """The call of a tool, a command where no tool is offered; then what it came to."""
+    if QUESTION not in before:
+        return agent_script.says(before)
     if PRODUCT not in before:
         return _calls(MULTIPLY if '"multiply"' in before else COMMAND)
     return _calls(FINAL) if '"final_answer"' in before else f"{THOUGHT}{ANSWER}"

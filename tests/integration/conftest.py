@@ -9,6 +9,8 @@ import pytest
 
 from services.gateway import auth
 from services.state.redis import connect
+from tests.helpers import swe_toy
+from tests.helpers.capture import capture_world
 from tests.helpers.sandboxes import leftovers, stop_host
 from tests.helpers.stack import Stack, wait_until
 from tests.helpers.tenants import World
@@ -29,6 +31,20 @@ def stack(tmp_path_factory, embedded):
                 wait_until(lambda: leftovers(stack.sandbox_dir) == [], 120, "all sandboxes to be gone")
         finally:
             stop_host(Path(sandbox_dir))
+
+
+@pytest.fixture(scope="package")
+def captured(tmp_path_factory):
+    """A service with two processes of capture, for all files whose programs follow plans.
+
+    What a test breaks it mends: the engine is fast and well again, and of each kind of process there is one.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        # An image of `swe_toy` is a directory, too.
+        patch.setenv("ROLLOUT_SANDBOX_IMAGE_ROOTS", str(swe_toy.image().parent))
+        engine = {"max_model_len": 65536, "script": "tests.helpers.product_script:turn"}
+        with capture_world(tmp_path_factory.mktemp("captured"), processes=2, **engine) as world:
+            yield world
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import json
 import random
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ from rollout.schema import Agent, Limits, Rollout, RolloutRequest, SamplingParam
 from rollout.suites import harbor
 from rollout.trajectory import FinishReason
 from services.capture.serving import STOPPED
-from tests.helpers.capture import CaptureWorld, capture_world
+from tests.helpers.capture import CaptureWorld
 from tests.helpers.harbor_tasks import NO_NETWORK, write_task
 from tests.helpers.lazy import Lazy
 from tests.helpers.long_forms import CAPTURE
@@ -50,10 +49,9 @@ KILLS = CAPTURE(
 )
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Iterator[CaptureWorld]:
-    with capture_world(tmp_path_factory.mktemp("capture"), processes=2) as world:
-        yield world
+@pytest.fixture
+def world(captured: CaptureWorld) -> CaptureWorld:
+    return captured
 
 
 def openai_client(access: Any, **more: Any) -> openai.OpenAI:
@@ -201,7 +199,7 @@ def test_limits_end_a_program_with_a_normal_answer(world: CaptureWorld):
 def test_a_full_context_is_the_dialects_own_error(world: CaptureWorld):
     rollout_id, access = world.submit()
     with pytest.raises(openai.BadRequestError) as caught:
-        chat(openai_client(access), [{"role": "user", "content": "word " * 45_000}])
+        chat(openai_client(access), [{"role": "user", "content": "word " * 70_000}])
     assert caught.value.code == "context_length_exceeded"
     assert follow(openai_client(access), asks(["! shorter"])) == "shorter"
     world.finish(access)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from rollout.schema import Agent, RolloutRequest, State
-from tests.helpers.capture import CaptureWorld, capture_world
+from tests.helpers.capture import CaptureWorld
 from tests.integration.test_capture import SHELL, in_sandbox, tree_of
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Iterator[CaptureWorld]:
-    with capture_world(tmp_path_factory.mktemp("faults"), processes=2) as world:
-        yield world
+@pytest.fixture
+def world(captured: CaptureWorld) -> CaptureWorld:
+    return captured
 
 
 def test_a_program_goes_on_where_the_worker_of_run_is_stopped_in_order(world: CaptureWorld):

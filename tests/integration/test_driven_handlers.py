@@ -6,14 +6,13 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rollout.schema import Agent, Limits, RolloutRequest, State
 from tests.helpers import swe_toy
-from tests.helpers.capture import CaptureWorld, capture_world
+from tests.helpers.capture import CaptureWorld
 from tests.helpers.long_forms import HARNESSES
 from tests.helpers.stack import ROOT
 from tests.integration.test_capture import PROGRAM, SHELL
@@ -30,12 +29,9 @@ PLAN = [
 ]
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Iterator[CaptureWorld]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ROLLOUT_SANDBOX_IMAGE_ROOTS", str(swe_toy.image().parent))
-        with capture_world(tmp_path_factory.mktemp("driven"), max_model_len=65536) as world:
-            yield world
+@pytest.fixture
+def world(captured: CaptureWorld) -> CaptureWorld:
+    return captured
 
 
 def require(name: str) -> None:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from rollout.schema import EXTERNAL, Agent, HandlerInfo, RolloutRequest, Stage, 
 from services.settings import Settings
 from services.state.fleet import FleetStore
 from services.state.rollouts.store import Finish, RolloutStore
-from tests.helpers.capture import CaptureWorld, capture_world
+from tests.helpers.capture import CaptureWorld
 from tests.helpers.product_script import ANSWER, PRODUCT, QUESTION
 from tests.helpers.scripted_chat import FINISH, scripted_chat
 from tests.helpers.stack import ROOT, Stack, wait_until
@@ -49,13 +48,10 @@ def run(program: str, question: str, url: str, key: str) -> str:
     return done.stdout
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Iterator[CaptureWorld]:
+@pytest.fixture
+def world(captured: CaptureWorld) -> CaptureWorld:
     """The real service, with a model that has a product worked out by a tool."""
-    with capture_world(
-        tmp_path_factory.mktemp("agents"), script="tests.helpers.product_script:turn"
-    ) as world:
-        yield world
+    return captured
 
 
 TASK = {"question": QUESTION, "answer": PRODUCT}

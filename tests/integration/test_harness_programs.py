@@ -7,7 +7,6 @@ somebody has built them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,13 +14,12 @@ from click.testing import CliRunner
 
 from rollout.schema import Agent, Limits, Rollout, RolloutRequest, State
 from rollout.trajectory import FinishReason
-from tests.helpers.capture import CaptureWorld, capture_world
+from tests.helpers.capture import CaptureWorld
 from tests.helpers.long_forms import HARNESSES
 from workers.harnesses import catalogue, commands, pack
 
 ALL = ("claude_code", "codex", "gemini_cli", "qwen_code", "mini_swe_agent", "opencode", "openhands", "pi")
 PROGRAMS = HARNESSES("programs", short=ALL[:4], long=ALL)
-CONTEXT_TOKENS = 65536
 LONG = ["expr 40000 + 2042 > a; cat a", "seq 1 20000", "cat a", "! it is 2"]
 FULL = [
     "expr 40000 + 2042 > a; cat a",
@@ -33,10 +31,9 @@ UNCOMPACTED = ("gemini_cli", "mini_swe_agent")
 """One shortens its history between prompts alone, the other never."""
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Iterator[CaptureWorld]:
-    with capture_world(tmp_path_factory.mktemp("h"), processes=2, max_model_len=CONTEXT_TOKENS) as world:
-        yield world
+@pytest.fixture
+def world(captured: CaptureWorld) -> CaptureWorld:
+    return captured
 
 
 def done(world: CaptureWorld, name: str, plan: list[str]) -> Rollout:
