@@ -105,6 +105,7 @@ def test_a_fork_bomb_is_bounded_and_cleared_away(victim):
     deadline = time.monotonic() + 2
     while time.monotonic() < deadline:
         most = max(most, len(processes.usages(victim.info.pid)))
+        time.sleep(0.02)
     assert 5 < most < PROCESSES + 10
     victim.until_limited("processes")
     victim.works()
@@ -258,7 +259,7 @@ def server_of(victim: Victim) -> int:
 
 def test_a_flood_of_output_costs_the_server_no_memory(victim):
     before = Path(f"/proc/{server_of(victim)}/statm").read_text().split()[1]
-    result = victim.client.bash("yes flood", timeout=3)
+    result = victim.client.bash("yes flood", timeout=1)
     after = Path(f"/proc/{server_of(victim)}/statm").read_text().split()[1]
     assert result.timed_out
     assert result.truncated

@@ -204,7 +204,9 @@ def test_an_overrun_is_interrupted_and_the_names_survive(sandbox):
 
 
 def test_a_cell_that_cannot_be_interrupted_costs_the_kernel(sandbox):
-    code = "print('partial')\nimport signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"
+    code = (
+        "print('partial')\nimport signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\ntime.sleep(600)"
+    )
     result = cell(sandbox, code, timeout=3)
     assert (result.timed_out, result.restarted, result.execution_count) == (True, True, None)
     assert result.output == "partial\n"
