@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.long_forms import SOAK
 
 ROOT = Path(__file__).resolve().parents[2]
-SANDBOXES = SOAK("sandboxes", short=60, long=500)
+SANDBOXES = SOAK("sandboxes", short=30, long=500)
 
 
 @pytest.mark.apptainer

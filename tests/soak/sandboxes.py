@@ -162,6 +162,8 @@ class Soak:
         for number in range(self.kills["host"]):
             while sum(self.done.values()) < (number + 1) * self.total / (self.kills["host"] + 1):
                 await asyncio.sleep(0.05)
+            while not await self.host.list():  # those that are only starting would not be adopted
+                await asyncio.sleep(0.02)
             stats = await self.host.stats()
             if stats:
                 self.adopted += stats["adopted"]
