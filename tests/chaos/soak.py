@@ -109,7 +109,9 @@ class Soak:
     def _submit(self) -> None:
         """As a trainer does: in calls, each repeated with the same ids until it is answered."""
         client = Client(self.chaos.url)
-        calls = [self.ids[k : k + PER_CALL] for k in range(0, len(self.ids), PER_CALL)]
+        # A few rollouts are spread over all faults, too.
+        per_call = max(1, min(PER_CALL, len(self.ids) // self.least))
+        calls = [self.ids[k : k + per_call] for k in range(0, len(self.ids), per_call)]
         for call in calls:
             requests = [self._request(rollout_id) for rollout_id in call]
             while True:
@@ -119,7 +121,7 @@ class Soak:
                 time.sleep(0.2)
             # So that the faults meet work: never faster than they come.
             per_s = MOST_PER_S if self.backend is None else REAL_PER_S
-            time.sleep(max(PER_CALL / per_s, self.least * self.every_s / len(calls)))
+            time.sleep(max(per_call / per_s, self.least * self.every_s / len(calls)))
 
     def _request(self, rollout_id: str) -> RolloutRequest:
         if self.backend is not None:
