@@ -10,16 +10,22 @@ import sys
 import textwrap
 import time
 from collections import Counter
+from functools import partial
 
 from rollout.batch import BatchRequest, BatchState
 from rollout.client import RolloutError
 from rollout.schema import RolloutRequest, State, new_id
-from tests.chaos.harness import PATIENCE_S, Chaos
+from tests.chaos.harness import PATIENCE_S, STAGES, Chaos
 from tests.helpers.long_forms import CHAOS
 from tests.helpers.stack import ROOT, wait_until
 
-GROUPS = CHAOS("groups", short=16, long=60)
+GROUPS = CHAOS("groups", short=12, long=60)
 ROUNDS = CHAOS("rounds of faults", short=1, long=3)
+KILLS = CHAOS(
+    "stages whose workers are killed under a batch",
+    short=[STAGES],
+    long=[("run",), STAGES, ("init", "eval")],
+)
 N = 4
 
 
@@ -58,8 +64,8 @@ def test_a_batch_survives_the_death_of_the_gateway_of_redis_and_of_all_workers(c
     )
     chaos.client.batches.create(request)
     chance = random.Random(7)
-    faults = [chaos.restart_gateway, chaos.restart_redis, lambda: chaos.kill_workers(("run",))]
-    faults += [chaos.kill_workers, lambda: chaos.kill_workers(("init", "eval"))]
+    faults = [chaos.restart_gateway, chaos.restart_redis]
+    faults += [partial(chaos.kill_workers, stages) for stages in KILLS]
     for fault in faults * ROUNDS:
         before = _kept(chaos, request.id)
         wait_until(
@@ -69,7 +75,7 @@ def test_a_batch_survives_the_death_of_the_gateway_of_redis_and_of_all_workers(c
         )
         time.sleep(chance.uniform(0, 0.3))
         fault()
-        if missing := {"init", "run", "eval"} - set(chaos.workers):
+        if missing := set(STAGES) - set(chaos.workers):
             chaos.start_stages(sorted(missing))
     groups = list(chaos.client.batches.stream(request.id, timeout=PATIENCE_S, include="summary"))
     assert len(groups) == len({group.id for group in groups}) == GROUPS
