@@ -72,9 +72,10 @@ SMALL, LARGE = Shape(2_000), Shape(76_000)
 CONTEXT = 131_072
 FIRST, LAST = 18, 22
 """The turns that stand for turn 20."""
-AT_ONCE = 32
+AT_ONCE, SHORT_AT_ONCE = 32, 4
 """Sessions of `calls_per_s`."""
-TURNS = 20
+TURNS, SHORT_TURNS = 20, 5
+SHORT_STREAMS = 10
 EVERY_S = 5.0
 """Between two ids of a stream that is held: next to nothing but to be there."""
 PATHS = {"chat": "/v1/chat/completions"}
@@ -408,19 +409,22 @@ def _answered(made: Prompt, call: Any, turn: list[int]) -> Node:
 
 
 async def calls(one: World, options: harness.Options) -> harness.Report:
-    """Single calls, then many."""
+    """Single calls, then many; in the short form streams too, for a start takes seconds of a processor."""
+    short = options.rounds == 1
+    at_once, turns = (SHORT_AT_ONCE, SHORT_TURNS) if short else (AT_ONCE, options.turns)
     report = await single_calls(one, options)
     report["many_calls"] = {}
     for name, shape in (("small", SMALL), ("large", LARGE)):
-        report["many_calls"][name] = await many_calls(one, shape, AT_ONCE, options.turns)
+        report["many_calls"][name] = await many_calls(one, shape, at_once, turns)
         harness.say(f"many calls, {name}: {report['many_calls'][name]}")
     async with session() as http:
         report["drift"], report["prompts_compared"] = await one.drift(http)
+    if short:
+        report["streams"] = await held_streams(one, SMALL, SHORT_STREAMS)
     return report
 
 
 def main(options: harness.Options) -> harness.Report:
-    short = options.rounds == 1
     with tempfile.TemporaryDirectory(prefix="bench-") as directory:
         tokenizer = published.directory("Qwen3", Path(directory))
         codec = load_codec(str(tokenizer))
@@ -432,9 +436,11 @@ def main(options: harness.Options) -> harness.Report:
         harness.say(f"attaching: {attached}")
         with world(tokenizer, turn) as one:
             report = asyncio.run(calls(one, options))
-        with world(tokenizer, turn) as one:
-            held = asyncio.run(held_streams(one, SMALL, 50 if short else options.streams))
-            harness.say(f"streams: {held}")
+        if options.rounds > 1:
+            with world(tokenizer, turn) as one:
+                report["streams"] = asyncio.run(held_streams(one, SMALL, options.streams))
+    held = report["streams"]
+    harness.say(f"streams: {held}")
     ratios = [shape[side] for shape in report["calls"].values() for side in ("captured", "streamed")]
     results = {
         "call_ratio_to_own_loop": max(each["p50_ratio"] for each in ratios),
@@ -445,7 +451,7 @@ def main(options: harness.Options) -> harness.Report:
         "attach_ratio_200_to_20_turns": max(each["ratio"] for each in attached.values()),
         "drift": report["drift"] + held["drift"],
     }
-    return {"results": results, **report, "streams": held, "attaching": attached}
+    return {"results": results, **report, "attaching": attached}
 
 
 if __name__ == "__main__":
@@ -453,10 +459,10 @@ if __name__ == "__main__":
         main,
         count=1,
         rounds=30,
-        streams={"type": int, "default": 1000, "help": "default: %(default)s; short form: 50"},
+        streams={"type": int, "default": 1000, "help": f"default: %(default)s; short form: {SHORT_STREAMS}"},
         turns={
             "type": int,
             "default": TURNS,
-            "help": "of each session of `calls_per_s` (default: %(default)s)",
+            "help": f"of each session of `calls_per_s` (default: %(default)s; short form: {SHORT_TURNS})",
         },
     )

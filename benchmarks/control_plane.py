@@ -30,6 +30,8 @@ from workers.handlers.noop import Noop
 
 POLLS, CURSORS, STREAMS = 800, 100, 100
 """Long-polls of single rollouts, of the results, and streams: 1,000 together."""
+SHORT = 20
+"""Of the clients, the short form has this part only."""
 WAITING = "rollout_gateway_waiters"
 """Clients that wait, as the gateway counts them."""
 PAUSE_S = 0.05
@@ -37,7 +39,7 @@ PAUSE_S = 0.05
 LONG_S, SHORT_S = 20.0, 1.0
 """For which clients wait while others are answered, and half of it before."""
 LEASE_S, SHORT_LEASE_S = 5.0, 3.0
-HELD = 55
+HELD, SHORT_HELD = 55, 10
 """Rollouts that a worker holds when it is killed."""
 STATES = {"run": State.RUNNING, "init": State.INITIALIZING, "eval": State.EVALUATING}
 """Of rollouts in a stage; kills begin with RUN, where rollouts spend most of their time."""
@@ -71,7 +73,7 @@ def others(connection: HTTPConnection, seconds: float) -> list[float]:
 
 
 def wait_at_gateway(
-    stack: Stack, gateway: Process, url: str, seconds: float, singly: int = 0
+    stack: Stack, gateway: Process, url: str, seconds: float, singly: int = 0, share: int = 1
 ) -> dict[str, float]:
     """Let clients wait at a gateway and ask other things for so many seconds; then end what is waited for.
 
@@ -79,6 +81,7 @@ def wait_at_gateway(
 
     Args:
         singly: So many rollouts end one after the other, before the rest.
+        share: Of the clients, this part only.
     """
     FleetStore(stack.redis.client).put_handlers([Noop().info()])
     port, tag = urlsplit(url).port, f"waited-for-{gateway.pid}"
@@ -90,8 +93,8 @@ def wait_at_gateway(
     others(other, PAUSE_S)  # what the first requests import is not counted
     alone = others(other, seconds / 2)
     before_mb = harness.memory_mb([gateway.pid], "pss")
-    made = stack.client.submit([RolloutRequest(handler="noop", n=POLLS, tags=[tag])])
-    paths = harness.waiting_paths([new.id for new in made], CURSORS, STREAMS)
+    made = stack.client.submit([RolloutRequest(handler="noop", n=POLLS // share, tags=[tag])])
+    paths = harness.waiting_paths([new.id for new in made], CURSORS // share, STREAMS // share)
     with Waiters("127.0.0.1", port, paths) as clients:
         wait_for(len(paths))
         cpu_s = harness.cpu_seconds([gateway.pid])
@@ -116,7 +119,7 @@ def wait_at_gateway(
             time.sleep(PAUSE_S)
         began = time.monotonic()
         stack.client.cancel_many(tag=tag)
-        if not clients.read_answers(PATIENCE_S, range(POLLS)):
+        if not clients.read_answers(PATIENCE_S, range(len(made))):
             raise TimeoutError("not all long-polls were answered")
         figures["all_woken_s"] = time.monotonic() - began
     wait_for(0)
@@ -127,13 +130,14 @@ def wait_at_gateway(
     return figures
 
 
-def kill(stack: Stack, fleet: dict[str, Process], stage: str, spare: bool) -> dict[str, float]:
+def kill(stack: Stack, fleet: dict[str, Process], stage: str, spare: bool, count: int) -> dict[str, float]:
     """Kill the stage's worker, and put another one into its place in `fleet`.
 
     Rollouts in INIT or RUN begin afresh and have to come through INIT again.
 
     Args:
         spare: The other worker is there before the kill; else it is started at the kill.
+        count: Rollouts that it holds.
 
     Returns:
         Under `seconds` those until each of its rollouts has another worker; under `start_s` what starting a
@@ -141,16 +145,16 @@ def kill(stack: Stack, fleet: dict[str, Process], stage: str, spare: bool) -> di
     """
     queues = next(queues for queues in fleet if stage in queues.split(","))
     victim, figures = fleet[queues], {}
-    request = RolloutRequest(handler="noop", task={f"{stage}_s": 3600.0}, n=HELD, tags=["held"])
+    request = RolloutRequest(handler="noop", task={f"{stage}_s": 3600.0}, n=count, tags=["held"])
     ids = [new.id for new in stack.client.submit([request])]
 
     def held() -> bool:
         with stack.redis.client.pipeline(transaction=False) as pipe:
             for rollout_id in ids:
                 pipe.hmget(f"rollout:{{{rollout_id}}}", "state", "owner")
-            return pipe.execute() == [[STATES[stage], fleet[queues].name]] * HELD
+            return pipe.execute() == [[STATES[stage], fleet[queues].name]] * count
 
-    wait_until(held, PATIENCE_S, f"{HELD} leases", victim)
+    wait_until(held, PATIENCE_S, f"{count} leases", victim)
     if spare:
         fleet[queues] = harness.launch(stack, queues, SLOTS)
         start = partial(harness.await_worker, stack, stage, fleet[queues])
@@ -159,7 +163,7 @@ def kill(stack: Stack, fleet: dict[str, Process], stage: str, spare: bool) -> di
     began = time.monotonic()
     if not spare:
         fleet[queues] = harness.launch(stack, queues, SLOTS)
-    wait_until(held, PATIENCE_S, f"{HELD} new leases", fleet[queues])
+    wait_until(held, PATIENCE_S, f"{count} new leases", fleet[queues])
     figures["seconds"] = time.monotonic() - began
     harness.discard(stack, [victim])
     stack.client.cancel_many(tag="held")
@@ -171,16 +175,17 @@ def kill(stack: Stack, fleet: dict[str, Process], stage: str, spare: bool) -> di
 def main(options: harness.Options) -> harness.Report:
     short = options.rounds == 1
     # A lease counts from the last heartbeat, so what is over it may be less than nothing.
-    lease_s = SHORT_LEASE_S if short else LEASE_S
+    lease_s, held = (SHORT_LEASE_S, SHORT_HELD) if short else (LEASE_S, HELD)
     over_s: dict[str, list[float]] = {"with_spare": [], "without_spare": []}
     start_s = []
     with harness.service(ROLLOUT_LEASE_S=str(lease_s)) as stack:
-        waiting = wait_at_gateway(stack, stack.gateway, stack.url, SHORT_S if short else LONG_S)
+        seconds, share = (SHORT_S, SHORT) if short else (LONG_S, 1)
+        waiting = wait_at_gateway(stack, stack.gateway, stack.url, seconds, share=share)
         fleet = harness.start_fleet(stack, SLOTS, short)
         cpu_ms = race(stack, fleet, options.rounds, options.count)["cpu_ms"]
         for _, stage in zip(range(options.rounds), itertools.cycle(STATES)):
             for kind, seconds in over_s.items():
-                figures = kill(stack, fleet, stage, spare=kind == "with_spare")
+                figures = kill(stack, fleet, stage, kind == "with_spare", held)
                 seconds.append(figures.pop("seconds") - lease_s)
                 start_s += figures.values()
     return {
@@ -195,7 +200,7 @@ def main(options: harness.Options) -> harness.Report:
         },
         "recovery": {
             "lease_s": lease_s,
-            "held": HELD,
+            "held": held,
             "s_over_lease_by_stage_in_turn": over_s,
             "worker_start_s": harness.summary(start_s),
         },

@@ -28,12 +28,12 @@ from tests.helpers.waiters import Waiters
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext
 
-VIEWERS = 100
-RUNNING = 8
+VIEWERS, SHORT_VIEWERS = 100, 10
+RUNNING, SHORT_RUNNING = 8, 3
 """Rollouts that print while others look."""
 PRINTS = "while :; do echo at=$(date +%s%3N).; sleep 0.$((RANDOM % 4 + 2)); done"
 """Says when it was printed, two to five tenths of a second apart."""
-LOOK_S, SHORT_S = 20.0, 3.0
+LOOK_S, SHORT_S = 20.0, 1.0
 """For which a hundred look, and for which nobody does before."""
 SEEN = """() => {
   window.lags = [];
@@ -117,8 +117,8 @@ def lags(browser: Browser, state: Any, url: str, rollout_id: str, count: int) ->
         return [float(lag) for lag in page.evaluate("window.lags")]
 
 
-def viewers(world: PageWorld, ids: list[str], seconds: float) -> dict[str, float]:
-    """Cores that the gateway uses while a hundred look, less those while nobody does."""
+def viewers(world: PageWorld, ids: list[str], count: int, seconds: float) -> dict[str, float]:
+    """Cores that the gateway uses while so many look, less those while nobody does."""
     gateway = world.stack.gateway.pid
     workers = [process.pid for process in world.stack.processes if process.pid != gateway]
     all_ids = ",".join(ids)
@@ -131,7 +131,7 @@ def viewers(world: PageWorld, ids: list[str], seconds: float) -> dict[str, float
             "topics=reports",
         ]
     )
-    paths = [f"/v1/live?{interest}" for _, interest in zip(range(VIEWERS), interests, strict=False)]
+    paths = [f"/v1/live?{interest}" for _, interest in zip(range(count), interests, strict=False)]
 
     def used(look: Any) -> dict[str, float]:
         before = [harness.cpu_seconds(pids) for pids in ([gateway], workers)]
@@ -155,7 +155,7 @@ def viewers(world: PageWorld, ids: list[str], seconds: float) -> dict[str, float
             raise RuntimeError("streams were ended while they were read")
         heard = sum(map(len, waiters.received))
         memory_mb = harness.memory_mb([gateway], "pss") - memory_mb
-    harness.say(f"cores while nobody looks {nobody}, while {VIEWERS} do {somebody}")
+    harness.say(f"cores while nobody looks {nobody}, while {count} do {somebody}")
     return {
         "gateway_cores": max(0.0, somebody["gateway"] - nobody["gateway"]),
         "gateway_cores_without": nobody["gateway"],
@@ -186,9 +186,9 @@ def main(options: harness.Options) -> harness.Report:
             state = context.storage_state()
         loads = [first_load(browser, state, world.url) for _ in range(options.rounds)]
         tokens_ms = [open_tokens(browser, state, world.url, "long") for _ in range(options.rounds)]
-        ids = [world.running(PRINTS, tags=["page"]) for _ in range(RUNNING)]
+        ids = [world.running(PRINTS, tags=["page"]) for _ in range(SHORT_RUNNING if short else RUNNING)]
         late_ms = lags(browser, state, world.url, ids[0], options.count)
-        looked = viewers(world, ids, SHORT_S if short else LOOK_S)
+        looked = viewers(world, ids, *((SHORT_VIEWERS, SHORT_S) if short else (VIEWERS, LOOK_S)))
     return {
         "results": {
             "first_paint_ms_overview": statistics.median(load["painted_ms"] for load in loads),

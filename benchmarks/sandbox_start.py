@@ -7,7 +7,7 @@ exec_output  the same to its output: the stricter, for now both have done the sa
 
 They take turns. Then 40 cold starts at once until the last output, against 40 execs; then 100 sandboxes
 held at once: PSS of their processes, plus their files where these lie in memory. At the end all is stopped,
-and what is left is counted. The short form does a fifth of everything. More in
+and what is left is counted. The short form does a tenth of everything. More in
 docs/benchmarks.md#sandbox_start.
 """
 
@@ -39,7 +39,7 @@ SPEC = SandboxSpec(runtime="apptainer")
 WARM = 4
 AT_ONCE = 40
 HELD = 100
-SHORT = 5
+SHORT = 10
 """Of everything, the short form does this part only."""
 SETTLE_S = 10.0
 HOST_FILES = {"host.lock", "host.log", "start.lock"}

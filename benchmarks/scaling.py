@@ -28,7 +28,7 @@ from tests.helpers.waiters import Waiters
 
 
 TAG = "trained-on"
-POLLS, CURSORS, STREAMS = 200, 100, 100
+WAITING, SHORT_WAITING = (200, 100, 100), (10, 5, 5)
 """Clients that wait meanwhile: for a rollout each, for results, on streams."""
 STRAY = 0.02
 """Share of the wave that may be on its way to RUN when it counts as live: some always are."""
@@ -48,6 +48,7 @@ class Load:
     """Sampled tokens of each trajectory."""
     seconds: float
     """How long to measure once they live."""
+    waiting: tuple[int, int, int]
 
 
 class Trainer:
@@ -120,8 +121,9 @@ def measure(nodes: Nodes, load: Load) -> dict[str, Any]:
     trainer.train(all_live)
     wave_ended = now()
     harness.say(f"head: {load.live} live after {wave_ended - wave_began:.1f} s")
-    running = stack.redis.client.zrange("rollouts:state:running", -POLLS, -1)
-    paths = harness.waiting_paths(running, CURSORS, STREAMS)
+    polls, cursors, streams = load.waiting
+    running = stack.redis.client.zrange("rollouts:state:running", -polls, -1)
+    paths = harness.waiting_paths(running, cursors, streams)
     with Waiters("127.0.0.1", stack.port, paths) as clients:
         cpu_before, began, read = cpu_s(), time.monotonic(), trainer.read
         trainer.train(enough)
@@ -171,7 +173,7 @@ def dispatch_p99_s(nodes: Nodes, ids: list[str], begin: float, end: float) -> di
 
 
 NODES, SHORT_NODES = 8, 2
-LIVE, SHORT_LIVE = 2000, 60
+LIVE, SHORT_LIVE = 2000, 30
 SLOTS = 2
 """Of each stage on a node, where throughput is measured."""
 HEADROOM = 1.12
@@ -234,16 +236,17 @@ def main(options: harness.Options) -> harness.Report:
     short = options.rounds == 1
     size = SHORT_NODES if short else NODES
     each = max(SLOTS, options.count // size)
-    load = Load(SHORT_LIVE, 3.0, 256, 3.0) if short else Load(LIVE, 60.0, 4096, 30.0)
+    load = Load(SHORT_LIVE, 1.5, 256, 1.5, SHORT_WAITING) if short else Load(LIVE, 60.0, 4096, 30.0, WAITING)
     # As it is by default from 64 slots on: INIT a wave ahead of RUN, no more.
     env = {} if short else {"ROLLOUT_READY_AHEAD": str(SLOTS)}
-    most = {"init": 32, "run": int(load.live * HEADROOM / size) + 1, "eval": 32}
+    under_load = 1 if short else size  # a start takes seconds of a processor
+    most = {"init": 32, "run": int(load.live * HEADROOM / under_load) + 1, "eval": 32}
     with cluster(size, most) as nodes:
         per_s = scale(nodes, each, options.rounds, **env)
         overlapped = overlap(nodes, SHORT_OVERLAP if short else OVERLAP, **env)
         if env:
             nodes.use(0)
-        nodes.use(size)
+        nodes.use(under_load)
         nodes.give(most)
         of_head = measure(nodes, load)
     weak = [ratio / size for ratio in harness.ratios(per_s["all"], per_s["one"])]

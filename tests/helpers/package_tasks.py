@@ -108,9 +108,9 @@ def _copy(package: str, into: Path) -> None:
         shutil.copy(origin, into)
 
 
-def write_all(root: Path) -> list[Path]:
-    """The directories of all tasks, made below `root`."""
-    return [broken.write(root / broken.name) for broken in BROKEN]
+def write_all(root: Path, count: int | None = None) -> list[Path]:
+    """The directories of all tasks, or of the first `count`, made below `root`."""
+    return [broken.write(root / broken.name) for broken in BROKEN[:count]]
 
 
 BROKEN = (

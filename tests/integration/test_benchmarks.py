@@ -128,8 +128,8 @@ MORE = {
         ("pipeline", "control_plane"), BENCHMARKS("rollouts of the races", short=("--count", "16"), long=())
     ),
     "dynamic_sampling": BENCHMARKS(
-        "groups and sleeps of `dynamic_sampling`",
-        short=("--count", "8", "--n", "4", "--mean-s", "0.1"),
+        "groups, sleeps and slots of `dynamic_sampling`",
+        short=("--count", "8", "--n", "4", "--mean-s", "0.1", "--slots", "8"),
         long=(),
     ),
     "token_drift": BENCHMARKS("episodes of `token_drift`", short=("--count", "8"), long=()),
