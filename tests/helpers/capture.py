@@ -124,6 +124,12 @@ class CaptureWorld:
         self.factor = factor
         httpx.post(f"{self.engine}/fault", json={"kind": "slow", "factor": factor})
 
+    def sampled_tokens(self) -> float:
+        """All that the engine has sampled so far."""
+        lines = httpx.get(f"{self.engine}/metrics").text.splitlines()
+        (line,) = (line for line in lines if line.startswith("vllm:generation_tokens_total"))
+        return float(line.rsplit(" ", 1)[1])
+
     def ended(self, rollout_id: str, timeout_s: float = 60) -> Rollout:
         rollout = self.stack.client.wait(rollout_id, timeout=timeout_s)
         return self.stack.client.get(rollout.id)

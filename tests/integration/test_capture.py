@@ -27,6 +27,7 @@ from tests.helpers.capture import CaptureWorld
 from tests.helpers.harbor_tasks import NO_NETWORK, write_task
 from tests.helpers.lazy import Lazy
 from tests.helpers.long_forms import CAPTURE
+from tests.helpers.stack import wait_until
 
 openai = Lazy("openai")
 
@@ -554,9 +555,9 @@ def test_new_weights_in_mid_call_are_not_seen_by_the_program_and_told_of_every_t
     rollout_id, access = world.submit()
     plan = ["! " + "a word and another one " * 60]
     with world.slow_engine(factor=20.0), ThreadPoolExecutor(1) as pool:
+        sampled = world.sampled_tokens()
         program = pool.submit(stubborn, access, plan)
-        world.await_calls(rollout_id, 1, begun=True)
-        time.sleep(0.5)
+        wait_until(lambda: world.sampled_tokens() > sampled + 10, 60, "the engine to be in mid-call")
         httpx.post(f"{world.engine}/pause", params={"mode": mode})
         httpx.post(f"{world.engine}/update_weight_version", json={"new_version": f"step-{mode}"})
         world.know_version(f"step-{mode}")
