@@ -87,13 +87,13 @@ def require_true(service: Stack, ids: list[str]) -> list:
 def test_both_releases_serve_one_service_while_batches_run(service, before):
     """First only the old one, then both, of which the new RUN worker is killed, then only the new one."""
     old = [start_before(service, before, "init,eval", "old"), start_before(service, before, "run", "old-run")]
-    prompts = [request.model_copy(update={"id": None}) for request in diaries(6, 0.2)]
-    batch = BatchRequest(id=new_id(), prompts=prompts, n=2, groups=6, carry="none", filters=[])
+    prompts = [request.model_copy(update={"id": None}) for request in diaries(3, 0.2)]
+    batch = BatchRequest(id=new_id(), prompts=prompts, n=2, groups=3, carry="none", filters=[])
     service.client.batches.create(batch)
-    early = diaries(6, 0.2)
+    early = diaries(3, 0.2)
     service.client.submit(early)
     new = service.start_workers({"new": "init,eval", "new-run": "run"})
-    more = diaries(16, 0.5)
+    more = diaries(8, 0.5)
     service.client.submit(more)
     client = service.redis.client
 
@@ -117,6 +117,6 @@ def test_both_releases_serve_one_service_while_batches_run(service, before):
     service.start_worker("run", "third-run")
     items = require_true(service, [request.id for request in early + more + last])
     assert any(item.resumed for item in items), "the new release takes its own rollouts over"
-    group_ids = [f"{batch.id}.{group}.{member}" for group in range(1, 7) for member in range(2)]
+    group_ids = [f"{batch.id}.{group}.{member}" for group in range(1, 4) for member in range(2)]
     require_true(service, group_ids)
     assert not client.keys("*:turns:*")
