@@ -34,6 +34,8 @@ ASK_S = 1.0
 """Between two signals to a supervisor, which hears none while it starts."""
 BEGIN_S = 15.0
 """For a supervisor to begin."""
+FOLLOW_S = 0.2
+"""Between two looks of who asked for it at how far it is."""
 
 
 class Upgrade:
@@ -222,7 +224,7 @@ def _follow(file: Path, record: Record, say: Callable[[str], None]) -> Record:
                 )
             os.kill(supervisor.pid, signal.SIGHUP)
             asked_at = now
-        time.sleep(POLL_S)
+        time.sleep(FOLLOW_S)
         current = Record.load(file)
         if current is None or current.mark != record.mark:
             raise StackError("the stack was ended meanwhile")

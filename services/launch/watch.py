@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import sys
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ log = structlog.get_logger("supervisor")
 
 UPGRADE = "--upgrade"
 """Argument of the process that is to begin an upgrade."""
+RECORD, PART = ([field.name for field in fields(kind)] for kind in (Record, Part))
+"""What is written down."""
 
 
 class Watch:
@@ -101,8 +103,13 @@ class Watch:
             self.record.save(self._file)
             self._saved = now
 
-    def _to_save(self) -> dict[str, Any]:
-        return asdict(self.record) | {"supervisor": None}
+    def _to_save(self) -> list[Any]:
+        """What the file is to hold, to be compared. No deep copy: at each look of an upgrade that took more
+        than all else, for each part has its whole environment."""
+        record = self.record
+        rest = [getattr(record, name) for name in RECORD if name not in ("parts", "supervisor")]
+        rest = [list(value) if isinstance(value, list) else value for value in rest]
+        return [rest, [[getattr(part, name) for name in PART] for part in record.parts]]
 
     def _execute_anew(self) -> None:
         """Go on with the code that is installed now, in the same process: its children stay its own."""
