@@ -476,7 +476,7 @@ def test_the_demo_shows_its_first_rollout_within_a_minute_and_leaves_nothing(tmp
 def test_ctrl_c_during_the_start_of_a_demo_leaves_nothing(tmp_path, moment):
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    child = subprocess.Popen([*ROLLOUT, "demo"], env=env, **pipes)
+    child = subprocess.Popen([*ROLLOUT, "demo", "--n", "2"], env=env, **pipes)
     if moment == "its start":
 
         def begun():
