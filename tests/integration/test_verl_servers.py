@@ -7,7 +7,6 @@ import os
 import re
 import runpy
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,8 +17,10 @@ from unittest.mock import MagicMock
 
 import httpx
 import pytest
+from click.testing import CliRunner
 
 from rollout.adapters.base import step_of
+from rollout.cli import main
 from rollout.client import ApiError, Unavailable
 from rollout.integrations.verl import VerlServers
 from rollout.schema import RolloutRequest
@@ -48,6 +49,13 @@ def stack(tmp_path_factory):
 def engines():
     with fake_engine() as first, fake_engine() as second:
         yield first, second
+
+
+@pytest.fixture(scope="module")
+def other():
+    """An engine that is none of verl's."""
+    with fake_engine() as engine:
+        yield engine
 
 
 @pytest.fixture
@@ -89,60 +97,57 @@ def test_servers_are_backends_while_verl_trains_and_tokens_carry_the_step(client
             assert len(versions(client)) == 1
 
 
-def test_what_a_killed_run_left_is_taken_over_and_what_is_gone_is_removed(client, engines, addresses):
+def test_what_a_killed_run_left_is_taken_over_and_what_is_gone_is_removed(client, engines, addresses, other):
     for number, engine in enumerate(engines):
         client.add_backend(engine.url, id=f"verl-{number + 1}")
-    with fake_engine() as other:
-        mine = client.add_backend(other.url, id="verl-judge")
-        with VerlServers(client, addresses) as servers:
-            assert {b.id: b.url for b in client.backends()} == {
-                "verl-0": engines[0].url,
-                "verl-1": engines[1].url,
-                mine.id: mine.url,
-            }
-            servers.update(3)
-            servers.register(addresses[1:])
-            assert servers.backends == ["verl-0"] and client.backend("verl-0").url == engines[1].url
-            servers.update(4)
-            assert [step_of(version) for version in versions(client)] == [4]
-            client.remove_backend("verl-0")  # by an operator: the end of the run is still orderly
-        assert [backend.id for backend in client.backends()] == [mine.id], "another's backend is let alone"
-        client.remove_backend(mine.id)
+    mine = client.add_backend(other.url, id="verl-judge")
+    with VerlServers(client, addresses) as servers:
+        assert {b.id: b.url for b in client.backends()} == {
+            "verl-0": engines[0].url,
+            "verl-1": engines[1].url,
+            mine.id: mine.url,
+        }
+        servers.update(3)
+        servers.register(addresses[1:])
+        assert servers.backends == ["verl-0"] and client.backend("verl-0").url == engines[1].url
+        servers.update(4)
+        assert [step_of(version) for version in versions(client)] == [4]
+        client.remove_backend("verl-0")  # by an operator: the end of the run is still orderly
+    assert [backend.id for backend in client.backends()] == [mine.id], "another's backend is let alone"
+    client.remove_backend(mine.id)
 
 
-def test_after_the_run_other_backends_take_rollouts_again(client, addresses):
-    with fake_engine() as other:
-        mine = client.add_backend(other.url)
-        with VerlServers(client, addresses) as servers:
-            servers.update(9)
-            assert [step_of(version) for version in versions(client)] == [9], "of the trained weights alone"
-        assert client.policy().current is None and versions(client) == {"default"}
-        client.remove_backend(mine.id)
+def test_after_the_run_other_backends_take_rollouts_again(client, addresses, other):
+    mine = client.add_backend(other.url)
+    with VerlServers(client, addresses) as servers:
+        servers.update(9)
+        assert [step_of(version) for version in versions(client)] == [9], "of the trained weights alone"
+    assert client.policy().current is None and versions(client) == {"default"}
+    client.remove_backend(mine.id)
 
 
-def test_a_killed_run_s_weights_are_wanted_until_an_operator_forgets_them(client, stack, addresses):
-    forget = [sys.executable, "-m", "rollout.cli", "policy", "forget", "--url", stack.url]
+def test_a_killed_run_s_weights_are_wanted_until_an_operator_forgets_them(client, stack, addresses, other):
+    forget = ["policy", "forget", "--url", stack.url]
     killed = VerlServers(client, addresses).__enter__()
     killed.update(10)
-    refused = subprocess.run(forget, capture_output=True, text=True)
-    assert refused.returncode == 1
+    refused = CliRunner().invoke(main, forget)
+    assert refused.exit_code == 1
     assert re.search(r"verl-0, verl-1 serve the current\s+weights: update them", refused.stderr)
     for name in killed.backends:
         client.remove_backend(name)
-    with fake_engine() as other:
-        # Also a server of the run's that comes back without its weights.
-        mine = client.add_backend(other.url)
-        (early,) = client.submit(
-            RolloutRequest(handler="digits", task={"digits": 20}, limits={"max_turns": 1}, sampling=SHORT)
-        )
-        wait_until(lambda: client.get(early.id).state == "running", 120, "it to look for a backend")
-        time.sleep(1.0)
-        assert client.get(early.id).backend is None and client.policy().current.version.endswith("-10")
-        done = subprocess.run(forget, capture_output=True, text=True, check=True)
-        assert done.stdout == "no weights are current: backends of any weights take rollouts\n"
-        assert client.wait(early.id, 60).trajectory.policy_versions.count("default") > 0
-        client.forget_policy()  # again
-        client.remove_backend(mine.id)
+    # Also a server of the run's that comes back without its weights.
+    mine = client.add_backend(other.url)
+    (early,) = client.submit(
+        RolloutRequest(handler="digits", task={"digits": 20}, limits={"max_turns": 1}, sampling=SHORT)
+    )
+    wait_until(lambda: client.get(early.id).state == "running", 120, "it to look for a backend")
+    time.sleep(1.0)
+    assert client.get(early.id).backend is None and client.policy().current.version.endswith("-10")
+    done = CliRunner().invoke(main, forget)
+    assert done.stdout == "no weights are current: backends of any weights take rollouts\n"
+    assert client.wait(early.id, 60).trajectory.policy_versions.count("default") > 0
+    client.forget_policy()  # again
+    client.remove_backend(mine.id)
 
 
 def test_a_run_that_another_has_followed_leaves_the_other_s_weights(client, engines):
@@ -170,17 +175,16 @@ def test_a_run_whose_server_is_refused_forgets_the_weights_of_a_killed_one(clien
     assert client.policy().current is None
 
 
-def test_a_run_that_ends_during_an_update_leaves_no_weights_wanted(client, addresses):
+def test_a_run_that_ends_during_an_update_leaves_no_weights_wanted(client, addresses, other):
     """The update fails afterwards, and brings back the wish for those before it."""
     with VerlServers(client, addresses) as servers:
         before = servers.update(1).version
         client.update_policy(before[:-1] + "2", mode="abort", backends=servers.backends, wait=0)
     status = client.policy()
     assert status.update is None and status.current is None
-    with fake_engine() as other:
-        mine = client.add_backend(other.url)
-        assert versions(client) == {"default"}
-        client.remove_backend(mine.id)
+    mine = client.add_backend(other.url)
+    assert versions(client) == {"default"}
+    client.remove_backend(mine.id)
 
 
 def test_what_ended_a_run_is_not_hidden_by_its_end(client, addresses, monkeypatch, caplog):
