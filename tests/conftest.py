@@ -39,11 +39,13 @@ os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="rollout-state-")
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 # Each client of HTTP reads all authorities of the machine, 30 ms of a processor, and thousands are made here,
-# of which none speaks TLS. One authority is enough for them.
+# of which none speaks TLS. One authority is enough for them; pip, which may ask an index, is left all.
 for authority in ssl.create_default_context().get_ca_certs(binary_form=True)[:1]:
     file = Path(os.environ["XDG_STATE_HOME"], "authority.pem")
     file.write_text(ssl.DER_cert_to_PEM_cert(authority))
-    os.environ.setdefault("SSL_CERT_FILE", str(file))
+    if "SSL_CERT_FILE" in os.environ:
+        os.environ.setdefault("PIP_CERT", os.environ["SSL_CERT_FILE"])
+    os.environ["SSL_CERT_FILE"] = str(file)
 
 # A run in the background of a shell ignores Ctrl-C, and so would the programs whose Ctrl-C is tested.
 signal.signal(signal.SIGINT, signal.default_int_handler)
