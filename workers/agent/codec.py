@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib
 import json
 import threading
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,7 @@ def _digest(codec: Codec, tokenizer: Any, path: str) -> str:
     """Name and digest of all that decides what text becomes: format, vocabulary, merges, template …"""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     body = json.loads(backend.to_str()) if backend is not None else sorted(tokenizer.get_vocab().items())
-    if isinstance(body, dict):
-        # State of calls, not of the tokenizer.
+    if isinstance(body, dict):  # what is left out is state of calls, not of the tokenizer
         body = {key: value for key, value in body.items() if key not in ("padding", "truncation")}
     text = json.dumps([codec.name, body, tokenizer.chat_template], sort_keys=True, default=str)
     return f"{Path(path).name}@{hashlib.sha256(text.encode()).hexdigest()[:12]}"
@@ -75,14 +76,14 @@ def load_codec(path: str) -> Codec:
     # One at a time: the imports of transformers are lazy and not safe from several threads.
     with _loading:
         if path not in loaded:
-            codec = _load(path)
+            gc.disable()  # it would look through millions of new objects again and again: 40 % of the time
+            try:
+                codec = _load(path)
+            finally:
+                gc.enable()
             # A new checkpoint directory for every policy version mostly brings the tokenizer that is here.
-            same = (
-                known
-                for known in loaded.values()
-                if (known.digest, known.vocab_size, known.end_ids)
-                == (codec.digest, codec.vocab_size, codec.end_ids)
-            )
+            traits = attrgetter("digest", "vocab_size", "end_ids")
+            same = (known for known in loaded.values() if traits(known) == traits(codec))
             loaded[path] = next(same, codec)
             if len(loaded) > MAX_LOADED:
                 del loaded[next(iter(loaded))]
