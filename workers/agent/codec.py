@@ -15,7 +15,7 @@ from typing import Any
 from rollout.schema import Backend
 from workers.agent.formats import Codec, CodecError, TemplateCodec, TokenizerMissing
 from workers.agent.guard import TokenizerGuard
-from workers.agent.renderer_codec import import_library, renderer_codec
+from workers.agent.renderer_codec import renderer_codec
 
 MAX_LOADED = 16
 """Tokenizers kept in memory; a large vocabulary takes 100 MB."""
@@ -58,7 +58,6 @@ _loading = threading.Lock()
 def preload() -> None:
     """Import what loading a codec takes: seconds, which the first rollouts need not wait for."""
     with _loading:
-        import_library()
         importlib.import_module("renderers.qwen3")
         importlib.import_module("transformers").AutoTokenizer  # noqa: B018 (the access is the import)
 

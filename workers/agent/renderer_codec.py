@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import base64
-import importlib
 import operator
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby, product
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import structlog
@@ -201,30 +198,6 @@ def _as_text(ids: list[int]) -> str:
     return "".join(map(chr, ids))
 
 
-def import_library() -> None:
-    """Import `renderers` without the client that it brings, which imports openai: half a second and 25 MB.
-
-    Nothing here calls that client; whoever imports it afterwards gets it.
-    """
-    client = "renderers.client"
-    if client in sys.modules or "renderers" in sys.modules:
-        return
-    sys.modules[client] = _NoClient(client)
-    try:
-        importlib.import_module("renderers")
-    finally:
-        del sys.modules[client]
-
-
-class _NoClient(ModuleType):
-    """Has whatever error the library wants to show of its client."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (Exception,), {})
-
-
 def renderer_codec(guard: TokenizerGuard, path: str, model_type: str) -> RendererCodec | None:
     """The codec by a renderer of the library, or None where none fits this tokenizer and it has a template.
 
@@ -234,7 +207,6 @@ def renderer_codec(guard: TokenizerGuard, path: str, model_type: str) -> Rendere
     Raises:
         CodecError: There is no template either.
     """
-    import_library()
     from renderers.base import MODEL_RENDERER_MAP
 
     known = MODEL_RENDERER_MAP.get(path)
