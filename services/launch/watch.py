@@ -104,8 +104,10 @@ class Watch:
             self._saved = now
 
     def _to_save(self) -> list[Any]:
-        """What the file is to hold, to be compared. No deep copy: at each look of an upgrade that took more
-        than all else, for each part has its whole environment."""
+        """What the file is to hold, to be compared.
+
+        No deep copy: that of all parts' environments took more than the rest of a look.
+        """
         record = self.record
         rest = [getattr(record, name) for name in RECORD if name not in ("parts", "supervisor")]
         rest = [list(value) if isinstance(value, list) else value for value in rest]
