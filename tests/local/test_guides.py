@@ -74,12 +74,7 @@ def not_installed_by(targets: list[str]) -> str:
     plugins = needed_by(*(point.dist.name for point in metadata.entry_points(group="pytest11")))
     hidden = installed_by(list(EXTRAS)) - installed_by(targets) - plugins
     modules = metadata.packages_distributions().items()
-    # Only the trainer's commands need torch: the engine, for which `setup` has it, is started by `started`.
-    # With the first tokenizer transformers would import it: seconds of a processor.
-    engine = set() if "setup-trainer" in targets else {"torch"}
-    return " ".join(
-        module for module, names in modules if {*map(canonicalize_name, names)} <= hidden | engine
-    )
+    return " ".join(module for module, names in modules if {*map(canonicalize_name, names)} <= hidden)
 
 
 @pytest.fixture(scope="module")
