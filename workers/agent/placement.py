@@ -130,12 +130,13 @@ class Placements:
     def wake(self) -> None:
         """Something changed for the better on some backend: those who wait look again."""
         self.changed.set()
+        self.changed = asyncio.Event()
 
-    async def change(self) -> None:
-        """Wait for `wake`, or for about two seconds. Clear `changed` before you look, not after."""
+    async def change(self, changed: asyncio.Event) -> None:
+        """Wait for a `wake` since you took `changed`, which is before you look, or for about two seconds."""
         with suppress(TimeoutError):
             async with asyncio.timeout(LOOK_AGAIN_S * random.uniform(0.5, 1.0)):
-                await self.changed.wait()
+                await changed.wait()
 
     # -- calls under way ---------------------------------------------------------------------
 

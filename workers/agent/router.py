@@ -90,11 +90,11 @@ class BackendRouter:
         """
         if self.backend is not None:
             return self.backend
-        self._asked = True
-        self._reserved = max(1, tokens)
+        self._asked, self._reserved = True, max(1, tokens)
         started = time.monotonic()
         unusable_since: float | None = None
         while True:
+            changed = self._placements.changed
             placed = await self._ask_for_room()
             if placed.word == "ok":
                 self.metrics["backend_wait_s"] = round(time.monotonic() - started, 3)
@@ -104,7 +104,7 @@ class BackendRouter:
             unusable_since = unusable_since or self._placements.clock()
             if self._placements.clock() - unusable_since >= self._wait_s:
                 raise self._none_usable(placed.why)
-            await self._placements.change()
+            await self._placements.change(changed)
 
     async def _ask_for_room(self) -> Placed:
         """Ask until the answer is not `full`, in order of arrival within this worker."""
@@ -113,10 +113,10 @@ class BackendRouter:
             return placed
         async with placements.line:
             while True:
-                placements.changed.clear()
+                changed = placements.changed
                 if (placed := await self._ask()).word != "full":
                     return placed
-                await placements.change()
+                await placements.change(changed)
 
     async def _ask(self) -> Placed:
         return await self._placements.acquire(

@@ -275,9 +275,30 @@ def test_those_who_wait_for_room_get_it_in_order_of_arrival_whatever_they_need(s
 def test_a_lost_message_does_not_leave_a_rollout_waiting(store):
     async def main():
         async with asyncio.timeout(30):
-            await Placements(store).change()
+            placements = Placements(store)
+            await placements.change(placements.changed)
 
     asyncio.run(main())
+
+
+def test_who_waits_for_weights_that_no_backend_has_asks_once_for_each_change(store):
+    async def main():
+        placements = Placements(store)
+        routers = [
+            BackendRouter(name, placements, None, wait_s=60, policy_version="step-9") for name in ("r", "s")
+        ]
+        waiting = [asyncio.create_task(router.acquire()) for router in routers]
+        for _ in range(4):
+            await asyncio.sleep(0.1)
+            placements.wake()
+        await asyncio.sleep(0.3)
+        assert not any(task.done() for task in waiting)
+        for task in waiting:
+            task.cancel()
+        return store.trips
+
+    # The first time, after four changes, and once by themselves where this took that long.
+    assert 5 <= asyncio.run(main()) <= 2 * 6
 
 
 def test_without_a_usable_backend_the_wait_is_bounded_and_the_error_says_what_is_in_the_way(store):
