@@ -1,9 +1,12 @@
 """What an operation may raise; everything else is a fault of ours."""
 
-from errno import EAGAIN, EDQUOT, EIO, EMFILE, ENFILE, ENOMEM, ENOSPC
+from errno import EACCES, EEXIST, EISDIR, ELOOP, ENOENT, ENOTDIR, ENOTEMPTY, ENXIO, EPERM, ETXTBSY
 
-SHORT = (EAGAIN, EDQUOT, EIO, EMFILE, ENFILE, ENOMEM, ENOSPC)
-"""Of the system's errors those of a machine that has too little: a full disk, no processes left."""
+CHANGED = (EACCES, EEXIST, EISDIR, ELOOP, ENOENT, ENOTDIR, ENOTEMPTY, ENXIO, EPERM, ETXTBSY)
+"""Of the system's errors those that files bring about which were closed, removed or replaced.
+
+A disk that is full, fails or is away, or no processes left are the machine's.
+"""
 
 
 class RequestError(Exception):
@@ -40,4 +43,4 @@ class Ahead(ServerError):
 
 def of_system(what, error):
     """The error to raise for one of the system's: `what` cannot be done."""
-    return (ServerError if error.errno in SHORT else Spoiled)("%s: %s" % (what, error))
+    return (Spoiled if error.errno in CHANGED else ServerError)("%s: %s" % (what, error))

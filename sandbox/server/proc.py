@@ -69,14 +69,13 @@ def starved(pid):
 
     It, or a child of its, wants to run, and they have hardly run.
     """
-    family, states, ticks = [pid], set(), 0
-    for other in [pid, *sorted(processes())]:
-        if other == pid or (relations(other) or (0, 0))[0] in family:
-            fields = _stat("/proc/%d/stat" % other)
-            if fields is not None:
-                family.append(other)
-                states.add(fields[0])
-                ticks += sum(map(int, fields[11:15]))  # its own, and those of children that ended
+    family, states, ticks = {pid}, set(), 0
+    for other in sorted(processes()):
+        fields = _stat("/proc/%d/stat" % other)
+        if fields is not None and (other == pid or int(fields[1]) in family):
+            family.add(other)
+            states.add(fields[0])
+            ticks += sum(map(int, fields[11:15]))  # its own, and those of children that ended
     return bool(states & {b"R", b"D"}) and ticks < _BUSY_S * os.sysconf("SC_CLK_TCK")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import os
 import shutil
 import socket
@@ -46,6 +47,18 @@ def test_who_hardly_ran_is_told_from_who_has_the_processor_and_from_who_waits():
                 process.kill()
                 process.wait()
         assert not proc.starved(works.pid), "it is gone"
+
+
+OF_FILES = ("EACCES", "ENOENT", "ENOTDIR", "EISDIR", "ELOOP", "ENXIO")
+OF_MACHINES = ("ENOSPC", "EIO", "EROFS", "ESTALE", "EAGAIN", "ENOMEM")
+
+
+@pytest.mark.parametrize("name", OF_FILES + OF_MACHINES)
+def test_only_errors_that_files_bring_about_are_laid_to_who_changes_files(name):
+    with server_modules("errors") as (module,):
+        error = module.of_system("no shell", OSError(getattr(errno, name), "why"))
+    assert error.kind == ("SandboxSpoiled" if name in OF_FILES else "SandboxError")
+    assert "why" in str(error)
 
 
 def test_capture_keeps_short_text_whole_and_cuts_long_text_in_the_middle():
