@@ -7,5 +7,6 @@ from rollout.schema.batches import *  # noqa: F403
 from rollout.schema.fleet import *  # noqa: F403
 from rollout.schema.policy import *  # noqa: F403
 from rollout.schema.reports import *  # noqa: F403
+from rollout.schema.results import *  # noqa: F403
 from rollout.schema.rollouts import *  # noqa: F403
 from rollout.schema.trajectory import *  # noqa: F403

@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, computed_field
 
-from rollout.schema.base import MAX_INT53, Identifier, Name, Strict
+from rollout.schema.base import DEFAULT_POLICY, MAX_INT53, Identifier, Name, PolicyName, Strict
 
 EngineName = Literal["vllm", "sglang", "embedded"]
-EngineApi = Literal["generate", "completions", "sglang"]
+EngineApi = Literal["generate", "completions", "sglang", "chat"]
 
 
 class BackendRequest(Strict):
@@ -20,6 +20,14 @@ class BackendRequest(Strict):
     """None = derived from the URL, so that registering twice is harmless."""
     model: Name | None = None
     """Name to send with each call; None = the first of the server's `/v1/models`."""
+    policies: dict[PolicyName, Name | None] | None = Field(default=None, min_length=1, max_length=64)
+    """Each policy that it serves, with the model under which it does: an adapter's, or None = `model`. None =
+    as before, or `default`."""
+    text_only: bool = False
+    """True: any server with `/v1/chat/completions`, such as a provider's. It tells no token ids, so it can
+    serve judges and users, and no agent."""
+    key: Identifier | None = None
+    """Name of a file in the deployment's directory of engine keys, with what each call to it is to carry."""
     tokenizer: Annotated[str, Field(min_length=1, max_length=4096)] | None = None
     """Path or hub name; None = the model root that the server names."""
     logprobs_mode: Annotated[str, Field(pattern=r"^(raw|processed)_logprobs$")] | None = None
@@ -50,15 +58,24 @@ class Backend(BaseModel):
     """Context of the model in tokens."""
     engine: EngineName = "vllm"
     api: EngineApi = "generate"
-    """`generate` (`/inference/v1/generate`), `completions` (`/v1/completions`) or `sglang` (`/generate`)."""
+    """`generate` (`/inference/v1/generate`), `completions` (`/v1/completions`), `sglang` (`/generate`), or
+    `chat` (`/v1/chat/completions`), which is text only."""
     logprobs_mode: str | None = None
     routed_experts: bool = False
     """True: it was started to return the expert choices of a mixture-of-experts model, if asked to."""
     capacity_tokens: int | None = None
     """Tokens its key-value cache holds; None = unknown, so it counts as never full."""
     max_rollouts: int | None = None
+    key: str | None = None
+    """Name of the file with what calls carry. What is in it is nowhere kept."""
+    policies: dict[str, str] = Field(default_factory=dict)
+    """Each policy that it serves, with its model there; empty in what earlier releases wrote: `default`."""
+    policy: str = DEFAULT_POLICY
+    """The one that `model` and `policy_version` are about: the first, or that of the rollout placed on it."""
     policy_version: str | None = None
     """Label of the weights it serves now."""
+    versions: dict[str, str] = Field(default_factory=dict)
+    """The same of each policy, where it is known."""
 
     healthy: bool = True
     reachable: bool = True
@@ -74,6 +91,20 @@ class Backend(BaseModel):
     """Score in the heap: reserved context tokens of its rollouts, or their number."""
     stats: BackendStats | None = None
     """What its own metrics said at the last probe."""
+
+    @property
+    def served(self) -> dict[str, str]:
+        """Each policy that it serves, with its model there."""
+        return self.policies or {DEFAULT_POLICY: self.model}
+
+    def of(self, policy: str) -> Backend:
+        """The backend as it serves a policy.
+
+        Raises:
+            KeyError: It does not serve that one.
+        """
+        about = {"model": self.served[policy], "policy": policy, "policy_version": self.versions.get(policy)}
+        return self.model_copy(update=about)
 
 
 class BackendStats(BaseModel):

@@ -66,6 +66,9 @@ RolloutId = Annotated[
     str, _check_id(160, "not the id of a rollout: those have 1 to 160 letters, digits and . _ : -")
 ]
 """A rollout's id is its group's with a number, so it may be longer than what a caller may choose."""
+DEFAULT_POLICY = "default"
+"""The policy of whoever names none."""
+PolicyName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
 Tag = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._:/=-]+$")]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from rollout.schema.base import MAX_INT32, Identifier, Items, Strict, TokenId
+from rollout.schema.base import DEFAULT_POLICY, MAX_INT32, Identifier, Items, Strict, TokenId
 
 PauseMode = Literal["keep", "wait", "abort"]
 """What becomes of the calls under way: frozen and continued, waited for, or ended and made elsewhere."""
@@ -127,6 +127,7 @@ class PolicyUpdate(BaseModel):
     """One update of the weights, and how far it has come."""
 
     id: str
+    policy: str = DEFAULT_POLICY
     version: str
     path: str | None
     mode: PauseMode
@@ -155,11 +156,20 @@ class Policy(BaseModel):
 
 
 class PolicyStatus(BaseModel):
-    """What `GET /v1/policy` answers."""
+    """What `GET /v1/policies/NAME` answers, and `GET /v1/policy` of `default`."""
 
+    name: str = DEFAULT_POLICY
+    backends: list[str] = Field(default_factory=list)
+    """Ids of those that serve it."""
     current: Policy | None
     """None: no update has succeeded yet, or it was forgotten; backends of any weights take rollouts."""
     update: PolicyUpdate | None
     """The one under way."""
     history: list[PolicyUpdate]
     """The latest updates, the newest first."""
+
+
+class PolicyList(BaseModel):
+    """Every policy that a backend serves or that weights were brought to, by name."""
+
+    policies: list[PolicyStatus]

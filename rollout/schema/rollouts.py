@@ -10,17 +10,18 @@ from pydantic import AfterValidator, BaseModel, Field, model_serializer, model_v
 
 from rollout.schema.agents import AgentAccess
 from rollout.schema.base import (
+    DEFAULT_POLICY,
     MAX_INT32,
     MAX_INT53,
     Identifier,
     Items,
-    RolloutId,
+    PolicyName,
     Strict,
     Tag,
     TokenId,
     new_id,
 )
-from rollout.schema.trajectory import FinishReason, Trajectory
+from rollout.schema.trajectory import FinishReason, OtherRole, Trajectory
 
 if TYPE_CHECKING:
     from rollout.arrays import Arrays
@@ -171,8 +172,12 @@ class RolloutRequest(Strict):
     """Higher goes first among the tenant's own waiting rollouts; waiting lifts the others in time."""
     sampling: SamplingParams = Field(default_factory=SamplingParams)
     limits: Limits = Field(default_factory=Limits)
+    policy: PolicyName = DEFAULT_POLICY
+    """Whose backends serve the agent's turns."""
     policy_version: Annotated[str, Field(max_length=128)] | None = None
     """Only backends with this version serve the rollout; None = any."""
+    trained_roles: Items[OtherRole] = Field(default_factory=list, max_length=4)
+    """Of other policies that the handler calls, whose chains are to be learned from beside the agent's."""
     sandbox_runtime: Annotated[str, Field(max_length=32)] | None = None
     """`apptainer`, `bubblewrap` or `local-unsafe`; None = what the deployment is set to."""
     tags: Items[Tag] = Field(default_factory=list, max_length=16)
@@ -185,10 +190,11 @@ class RolloutRequest(Strict):
 
     @model_serializer(mode="wrap")
     def _as_before(self, dump):
-        """Without `agent` where there is none: a release that knows of none refuses the word."""
+        """Without words of newer releases where they say nothing: a release that knows none refuses them."""
         fields = dump(self)
-        if self.agent is None:
-            fields.pop("agent", None)
+        for name in ("agent", "policy", "trained_roles"):
+            if getattr(self, name) == type(self).model_fields[name].get_default(call_default_factory=True):
+                fields.pop(name, None)
         return fields
 
     def rollout_ids(self) -> tuple[str, list[str]]:
@@ -293,6 +299,8 @@ class Rollout(BaseModel):
     reward: float | None = None
     """None until scored, and whenever `drop` is set."""
     reward_components: dict[str, float] = Field(default_factory=dict)
+    role_rewards: dict[str, float] = Field(default_factory=dict)
+    """Of roles that are not the agent's and have a reward of their own, as an opponent has."""
     drop: bool = False
     """True: the sample must not be trained on; `drop_reason` says why."""
     drop_reason: str | None = None
@@ -339,58 +347,6 @@ class Rollout(BaseModel):
                 f"rollout {self.id} came without a trajectory: it has none, or a summary was asked for"
             )
         return Arrays.of(self.trajectory)
-
-
-class RolloutPage(BaseModel):
-    rollouts: list[Rollout]
-    cursor: str | None = None
-    """Pass it to get the next page; None = there is none."""
-
-
-class ResultPage(BaseModel):
-    """Rollouts that ended, in the order in which they did."""
-
-    rollouts: list[Rollout]
-    cursor: str
-    """Pass it to get what ended after these; the same cursor gives the same answer again."""
-    expired: list[str] = Field(default_factory=list)
-    """Ids among these whose records are past their retention, or cannot be read."""
-    missed: bool = False
-    """True: the cursor asked for is older than what is kept; some before these are past their retention."""
-
-
-CompletionPage = ResultPage
-"""Another name of `ResultPage`, as `/v1/completions` is of `/v1/results`."""
-
-
-class AckRequest(Strict):
-    """Results that have arrived for good."""
-
-    ids: Items[RolloutId] = Field(min_length=1, max_length=MAX_ROLLOUTS_PER_CALL)
-
-
-class RedeliverRequest(AckRequest):
-    """Rollouts whose webhooks are wanted once more."""
-
-
-class AckResponse(BaseModel):
-    """How many of the ids were what."""
-
-    acknowledged: int
-    already_acknowledged: int
-    not_ended: int
-    """Refused: only what has ended can be acknowledged."""
-    unknown: int
-
-
-class CancelResponse(BaseModel):
-    """How many rollouts were what."""
-
-    cancelled: int
-    already_ended: int
-    unknown: int
-    unknown_ids: list[str] = Field(default_factory=list)
-    """Those of the `ids` of the request; older gateways do not name them."""
 
 
 class HandlerInfo(BaseModel):

@@ -21,9 +21,12 @@ SCHEMA_VERSION = 1
 
 Role = Literal["system", "user", "assistant", "tool"]
 
-ChainRole = Literal["agent", "sub_agent", "compaction", "auxiliary", "discarded"]
+OtherRole = Literal["judge", "user", "opponent", "reference"]
+"""What another policy than the agent's does in a rollout."""
+ChainRole = Literal["agent", "sub_agent", "compaction", "auxiliary", "discarded"] | OtherRole
 """What a chain was for: the agent's own turns, those of an agent that it started, a summary of a history that
-was to be forgotten, calls beside the task (a title, a topic), and what was sampled and never used."""
+was to be forgotten, calls beside the task (a title, a topic), what was sampled and never used, and turns of
+other policies."""
 TRAINED: frozenset[ChainRole] = frozenset({"agent", "sub_agent", "compaction"})
 """Roles of chains that are to be learned from."""
 
@@ -160,6 +163,17 @@ class Chain(BaseModel):
     parent: int | None = None
     """Place among the trajectory's chains of the one that it left, or that started it. What it shares with
     that one was sampled there, and is given here: each sampled id has loss in one chain alone."""
+    policy: str | None = None
+    """Whose turns they are; None = of the policy that the rollout's request names."""
+    tokenizer: str | None = None
+    """As the trajectory's, which None stands for."""
+    trained: bool | None = None
+    """Whether it is to be learned from; None = as its role says."""
+
+    @property
+    def teaches(self) -> bool:
+        """Whether it is to be learned from."""
+        return self.role in TRAINED if self.trained is None else self.trained
 
     def append(self, segment: Segment) -> None:
         """Add a segment; the only way a chain grows.
