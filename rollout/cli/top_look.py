@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from rollout.client import Client
 from rollout.errors import ApiError
-from rollout.schema import Backend, Batch, Fleet, ResultPage, Rollout, State
+from rollout.schema import Backend, Batch, Fleet, PolicyStatus, ResultPage, Rollout, State
 
 WINDOW_S = 15.0
 """Rates are over so many seconds: steady enough to read, and the numbers of backends come every 5 s."""
@@ -50,6 +50,7 @@ class Look(BaseModel):
     rates: dict[str, dict[str, float]]
     """A second, empty after the first look: `stages`, times that each ended, over all attempts; `ended`,
     rollouts by state; `tokens` that each backend sampled, where it says."""
+    policies: list[PolicyStatus]
     backends: list[Backend]
     batches: list[Batch]
     """The newest first."""
@@ -136,6 +137,7 @@ class Watcher:
                 "ended": self._ends.add(fleet.at, ended),
                 "tokens": self._sampled(backends),
             },
+            policies=self._client.policies(),
             backends=backends,
             batches=batches,
             groups=self._progress(live),

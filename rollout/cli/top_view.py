@@ -12,7 +12,7 @@ from rich.text import Text
 from rollout.cli.common import Column, Sheet, node_shown, or_dash
 from rollout.cli.render import backends_table, batches_table, rollouts_table, time_left
 from rollout.cli.top_look import EVERYBODY, Look, Progress, mean_reward
-from rollout.schema import NodeLoad
+from rollout.schema import NodeLoad, PolicyStatus
 
 BAR = 12
 """Characters."""
@@ -35,6 +35,7 @@ def view(look: Look, url: str, height: int | None = None, problem: str | None = 
     lately = "ended lately" + ("" if reward is None else f", mean reward {reward:.3f}")
     parts: list[RenderableType] = [*head, _stages(look), Text()]
     sections: list[tuple[str, Sequence[Any], Callable[[Sequence[Any]], Sheet]]] = [
+        *([("policies", look.policies, _policies)] if len(look.policies) > 1 else []),
         ("backends", look.backends, lambda rows: backends_table(rows, look.rates["tokens"])),
         ("nodes", look.fleet.nodes, _nodes),
         ("batches", look.batches, lambda rows: batches_table(rows, look.at)),
@@ -101,6 +102,21 @@ def _head(look: Look, url: str, problem: str | None) -> list[Text]:
 def _bar(busy: int, slots: int) -> Text:
     full = min(BAR, round(BAR * busy / slots)) if slots else 0
     return Text.assemble(("█" * full, "green"), ("░" * (BAR - full), "dim"))
+
+
+def _policies(rows: Sequence[PolicyStatus]) -> Sheet:
+    columns = [
+        Column("policy", lambda row: row.name),
+        Column("version", lambda row: row.current.version if row.current else "–"),
+        Column(
+            "update", lambda row: f"{row.update.version} {row.update.state}" if row.update else "–", drop=1
+        ),
+        Column("backends", lambda row: str(len(row.backends) or "") or Text("0", "bold red"), True),
+        Column("live", lambda row: str(row.live_rollouts), True),
+        Column("waiting", lambda row: str(row.waiting), True),
+        Column("longest", lambda row: f"{row.longest_wait_s:.0f} s" if row.waiting else "–", True, 2),
+    ]
+    return Sheet(columns, rows)
 
 
 def _stages(look: Look) -> Sheet:

@@ -161,6 +161,12 @@ class PolicyStatus(BaseModel):
     name: str = DEFAULT_POLICY
     backends: list[str] = Field(default_factory=list)
     """Ids of those that serve it."""
+    live_rollouts: int = 0
+    """Placed on them for this policy."""
+    waiting: int = 0
+    """Rollouts that wait for room on them."""
+    longest_wait_s: float = 0.0
+    """Of the one that has waited longest."""
     current: Policy | None
     """None: no update has succeeded yet, or it was forgotten; backends of any weights take rollouts."""
     update: PolicyUpdate | None
