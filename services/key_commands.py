@@ -29,7 +29,7 @@ from services.launch import SlurmError
 from services.launch.slurm.rundir import RunDir
 from services.redis_address import hide_password
 from services.settings import SettingsError, settings
-from services.state.api_keys import ApiKey, KeyProblem, KeyStore, Scope
+from services.state.api_keys import ApiKey, KeyProblem, KeyStore, Scope, check_scope
 from services.state.redis import connect
 from services.state.tenants import DEFAULT_TENANT, Tenant, TenantStore, check_name
 
@@ -64,11 +64,17 @@ def number(text: str) -> Any:
     return text if text == UNLIMITED else int(text)
 
 
-def rights(text: str) -> list[Scope]:
+def policies(text: str) -> Any:
+    if not re.fullmatch(r"[a-z0-9._*?!\[\], -]*", text):
+        raise click.BadParameter(f"{text!r}: names of policies have lower-case letters, digits and . _ -")
+    return names(text)
+
+
+def rights(text: str) -> list[str]:
     try:
-        return [Scope(name.strip()) for name in text.split(",")]
-    except ValueError:
-        raise click.BadParameter(f"{text!r}: scopes are {', '.join(Scope)}, separated by commas") from None
+        return [check_scope(name.strip()) for name in text.split(",")]
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 LIMITS = {
@@ -76,6 +82,7 @@ LIMITS = {
     "--per-minute": (number, "Rollouts that may be submitted a minute."),
     "--quota-bytes": (number, "Bytes of requests that may be kept at once."),
     "--handlers": (names, "Handlers, or patterns."),
+    "--policies": (policies, "Policies that its rollouts may call, or patterns."),
     "--images": (names, "Sandbox images, or patterns such as swe-*."),
     "--runtimes": (names, "Sandbox runtimes. [default: all that isolate]"),
     "--mounts": (names, "Paths of nodes, or patterns, that sandboxes may show."),
@@ -159,9 +166,9 @@ complete_tenants = _completed(lambda client: sorted(_tenant_names(client)))
 
 def _warn_without_admin(store: KeyStore) -> None:
     now = time.time()
-    if not any(key.may(Scope.ADMIN) and key.state(now) in ("active", "replaced") for key in store.list()):
+    if not any(key.may(Scope.OPERATE) and key.state(now) in ("active", "replaced") for key in store.list()):
         click.echo(
-            "WARNING: no key of the scope admin works, so nobody can register LLM servers or bring weights: "
+            "WARNING: no key of the scope admin or operate works, so nobody can register LLM servers: "
             "`rollout keys create operator --scope admin` makes one",
             err=True,
         )
@@ -209,7 +216,8 @@ def keys() -> None:
     type=rights,
     metavar="SCOPES",
     multiple=True,
-    help="submit, read, metrics, admin (everything); several by commas. [default: submit,read]",
+    help="submit, read, metrics, train:POLICY (its weights), operate (all policies, backends, metrics), "
+    "admin (everything); several by commas. [default: submit,read]",
 )
 @click.option("--expires", type=duration, help="30d, 12h … from now. [default: never]")
 @click.option("--from-env", is_flag=True, help=f"Accept the key in {KEY_VARIABLE}, made elsewhere.")
@@ -217,7 +225,7 @@ def keys() -> None:
 @redis_option
 def create(
     tenant: str,
-    scopes: tuple[list[Scope], ...],
+    scopes: tuple[list[str], ...],
     expires: float | None,
     from_env: bool,
     redis_url: str | None,
@@ -310,7 +318,7 @@ def _tenants_table(rows: list[tuple[Tenant, int]]) -> Sheet:
         Column("weight", lambda row: f"{row[0].weight:g}", True),
         *(
             Column(kind, partial(limit, field=kind))
-            for kind in ("handlers", "images", "runtimes", "mounts")
+            for kind in ("handlers", "policies", "images", "runtimes", "mounts")
             if any(getattr(tenant, kind) is not None for tenant, _ in rows)
         ),
     ]

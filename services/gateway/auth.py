@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,7 @@ class Caller:
     asked_at: float = float("-inf")
     """Monotonic time at which it was asked last whether the session is over."""
 
-    def may(self, scope: Scope) -> bool:
+    def may(self, scope: str) -> bool:
         return self.key.may(scope)
 
 
@@ -88,10 +88,11 @@ class Guard:
         else:
             log.warning(f"no API key is configured, so every call is refused: {MAKE_KEY}")
 
-    def identify(self, scope: Scope, text: str | None = None) -> Caller:
+    def identify(self, scopes: Sequence[str], text: str | None = None) -> Caller:
         """The caller of the request under way.
 
         Args:
+            scopes: Of which the key needs one.
             text: A key, in place of what the request came with.
 
         Raises:
@@ -103,14 +104,15 @@ class Guard:
         except ApiProblem:
             refusals.REFUSED.labels(refusals.KEY).inc()
             raise
-        if not key.may(scope):
+        if not key.may(*scopes):
             refusals.REFUSED.labels(refusals.SCOPE).inc()
             held = ", ".join(sorted(key.scopes)) or "none"
+            needed = " or ".join(f"'{scope}'" for scope in scopes)
             raise ApiProblem(
                 403,
                 "Scope missing",
-                f"{request.method} {request.path} needs the scope {scope.value!r}; key {key.id} has: {held}",
-                headers=_challenge("insufficient_scope", scope),
+                f"{request.method} {request.path} needs the scope {needed}; key {key.id} has: {held}",
+                headers=_challenge("insufficient_scope", scopes[0]),
             )
         return Caller(access.tenant(key.tenant), key, session)
 
@@ -158,13 +160,13 @@ def cookie_name() -> str:
     return f"rollout_session_{port[1] if port else 443 if request.is_secure else 80}"
 
 
-def _challenge(error: str | None = None, scope: Scope | None = None) -> Mapping[str, str]:
+def _challenge(error: str | None = None, scope: str = "") -> Mapping[str, str]:
     """The header of RFC 6750, section 3."""
     challenge = 'Bearer realm="rollout"'
     if error:
         challenge += f', error="{error}"'
-    if scope:
-        challenge += f', scope="{scope.value}"'
+    if re.fullmatch(r"[!#-\[\]-~]+", scope):  # RFC 6749; a policy's name comes from the address
+        challenge += f', scope="{scope}"'
     return {"WWW-Authenticate": challenge}
 
 
@@ -209,12 +211,13 @@ def register(app: Flask, guard: Guard, start: StartCheck) -> None:
         view = current_app.view_functions.get(request.endpoint or "")
         if view is None:  # 404 or 405; which routes there are is no secret
             return
-        scope = scope_of(view, request.method)
-        if scope is None:  # open to everybody, whatever Redis is
+        scopes = scope_of(view, request.method)
+        if scopes is None:  # open to everybody, whatever Redis is
             return
         start.require()
         g.checked_at = time.monotonic()
-        g.caller = guard.identify(scope)
+        # A name that is not in the address fails, and opens nothing.
+        g.caller = guard.identify([scope.format_map(request.view_args or {}) for scope in scopes])
         structlog.contextvars.bind_contextvars(tenant=g.caller.tenant.name)
 
     @app.after_request
@@ -237,10 +240,11 @@ def register(app: Flask, guard: Guard, start: StartCheck) -> None:
         return respond(problem, _challenge("invalid_token"))
 
 
-def scope_of(view: Any, method: str) -> Scope | None:
-    """What a route needs; None = it is open."""
+def scope_of(view: Any, method: str) -> tuple[str, ...] | None:
+    """The scopes of which a route needs one; None = it is open."""
     reads = method in ("GET", "HEAD", "OPTIONS")
-    return getattr(view, "scope", Scope.READ if reads else Scope.ADMIN)
+    scope = getattr(view, "scope", Scope.READ if reads else Scope.ADMIN)
+    return (scope,) if isinstance(scope, str) else scope
 
 
 def caller() -> Caller:

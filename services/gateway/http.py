@@ -26,7 +26,6 @@ from services.gateway.bodies import body_json
 from services.gateway.context import gateway
 from services.gateway.problems import from_validation, invalid
 from services.gateway.waiting import waiter
-from services.state.api_keys import Scope
 
 F = TypeVar("F", bound=Callable[..., Any])
 Schema = type[BaseModel] | Mapping[str, Any] | None
@@ -146,7 +145,7 @@ def _has_required(model: type[BaseModel], value: Any) -> bool:
 
 def operation(
     *problems: int,
-    scope: Scope | EllipsisType | None = ...,
+    scope: str | tuple[str, ...] | EllipsisType | None = ...,
     status: int = 200,
     answers: Mapping[int, Schema] | None = None,
     media: str = JSON,
@@ -157,8 +156,9 @@ def operation(
 
     Args:
         problems: Statuses of refusals, beside those that its inputs imply.
-        scope: What a key needs; None = the route is open to everybody. By default `read` to read, and `admin`
-            for anything else.
+        scope: What a key needs, or several of which one is enough; `{name}` stands for that part of the
+            address. None = the route is open to everybody. By default `read` to read, and `admin` for
+            anything else.
         status: The status of what it returns, whose model is its return annotation.
         answers: Instead of that annotation, models by status.
         media: Media type of the answer.

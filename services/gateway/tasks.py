@@ -107,7 +107,7 @@ class TaskChecker:
 def not_permitted(
     named: Named, handlers: Mapping[str, HandlerInfo], settings: Settings
 ) -> Iterator[FieldError]:
-    """Handlers, images and runtimes that the caller's tenant, or nobody here, may use.
+    """Handlers, policies, images and runtimes that the caller's tenant, or nobody here, may use.
 
     The sandbox host decides; here it is said earlier, and which field it is.
     """
@@ -121,6 +121,7 @@ def not_permitted(
 
     for prefix, request in named:
         yield from require("handlers", f"{prefix}handler", request.handler)
+        yield from require("policies", f"{prefix}policy", request.policy)
         info = handlers.get(request.handler)
         if info is not None and info.uses_sandbox:
             images = images_in(request.task)

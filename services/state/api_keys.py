@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import re
 import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import redis
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 
+from rollout.schema.base import DEFAULT_POLICY, PolicyName
 from services.state import keys
-from services.state.tenants import Tenant, check_name
+from services.state.tenants import Tenant, check_name, tenants_of
 
 FORMAT = re.compile(r"rlt_([0-9a-f]{12})_([0-9a-f]{64})")
 _NOBODY = "0" * 64
@@ -27,7 +30,7 @@ _NOBODY = "0" * 64
 
 
 class Scope(StrEnum):
-    """What a key may do."""
+    """What a key may do. Beside these there is `train:NAME` for each policy."""
 
     SUBMIT = "submit"
     """Submit and cancel rollouts."""
@@ -35,7 +38,39 @@ class Scope(StrEnum):
     METRICS = "metrics"
     """Scrape `/metrics`, which tells of all tenants."""
     ADMIN = "admin"
-    """Everything, also what all tenants share: backends, policy, metrics, other tenants' rollouts."""
+    """Everything, also other tenants' rollouts."""
+    OPERATE = "operate"
+    """What all tenants share and is none's own: backends, fleet, metrics, the weights of every policy."""
+
+
+TRAIN = "train:{name}"
+"""Bring weights to a policy, forget them, see how that goes. For routes with its `name` in their address."""
+TRAIN_DEFAULT = TRAIN.format(name=DEFAULT_POLICY)
+SHARED = (Scope.READ, Scope.OPERATE)
+"""Either of them is enough to see what all tenants share."""
+_FIRST = frozenset(("submit", "read", "metrics", "admin"))
+"""Scopes that every release knows."""
+_POLICY_NAME: TypeAdapter[str] = TypeAdapter(PolicyName)
+
+
+def check_scope(text: str) -> str:
+    """A scope as a key may have it.
+
+    Raises:
+        ValueError: There is no such scope.
+    """
+    kind, _, name = text.partition(":")
+    if text in tuple(Scope):
+        return text
+    try:
+        if kind == "train":
+            return f"train:{_POLICY_NAME.validate_python(name)}"
+    except ValidationError:
+        raise ValueError(
+            f"{text!r}: a policy's name has 1 to 63 lower-case letters, digits and . _ -, and starts with a "
+            "letter or digit"
+        ) from None
+    raise ValueError(f"{text!r}: scopes are {', '.join(Scope)} and train:POLICY, separated by commas")
 
 
 class KeyProblem(ValueError):
@@ -49,7 +84,7 @@ class ApiKey(BaseModel):
 
     id: str
     tenant: str
-    scopes: frozenset[Scope]
+    scopes: frozenset[str]
     digest: str
     """SHA-256 of the secret, in hex."""
     created_at: float
@@ -60,8 +95,26 @@ class ApiKey(BaseModel):
     replaced_by: str | None = None
     """Id of the key that a rotation made."""
 
-    def may(self, scope: Scope) -> bool:
-        return scope in self.scopes or Scope.ADMIN in self.scopes
+    @model_validator(mode="before")
+    @classmethod
+    def _whole(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        return {**fields, "scopes": [*fields["scopes"], *fields.get("further", ())]}
+
+    def stored(self) -> str:
+        """As Redis has it (JSON).
+
+        A release that does not know a scope cannot read such a key, and then lets nobody in. Other fields
+        it passes over, so scopes that it may not know are in one of their own.
+        """
+        apart = {"scopes": sorted(self.scopes & _FIRST), "further": sorted(self.scopes - _FIRST)}
+        return json.dumps(self.model_dump(mode="json") | apart)
+
+    def may(self, *scopes: str) -> bool:
+        """Whether it has one of these scopes, or one that includes it."""
+        if Scope.ADMIN in self.scopes or not self.scopes.isdisjoint(scopes):
+            return True
+        operated = (scope == Scope.METRICS or scope.startswith("train:") for scope in scopes)
+        return Scope.OPERATE in self.scopes and any(operated)
 
     def state(self, now: float) -> str:
         """`active`, `replaced` (by a rotation, still in its grace), `expired` or `revoked`."""
@@ -81,7 +134,7 @@ def _digest(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
-def _made(text: re.Match[str], tenant: str, scopes: frozenset[Scope], lifetime_s: float | None) -> ApiKey:
+def _made(text: re.Match[str], tenant: str, scopes: frozenset[str], lifetime_s: float | None) -> ApiKey:
     """What is kept of a key of this text (a match of `FORMAT`) that is made now."""
     now = time.time()
     return ApiKey(
@@ -130,7 +183,7 @@ class KeyStore:
     def create(
         self,
         tenant: str,
-        scopes: Iterable[Scope],
+        scopes: Iterable[str],
         *,
         lifetime_s: float | None = None,
         text: str | None = None,
@@ -146,10 +199,11 @@ class KeyStore:
             What is kept of it, and its text, which is nowhere kept.
 
         Raises:
-            KeyProblem: The tenant's name or the text does not fit, or the id is in use.
+            KeyProblem: The tenant's name, a scope or the text does not fit, or the id is in use.
         """
         try:
             check_name(tenant)
+            scopes = frozenset(map(check_scope, scopes))
         except ValueError as error:
             raise KeyProblem(str(error)) from None
         given = text is not None
@@ -158,7 +212,7 @@ class KeyStore:
         if parts is None:
             # Not shown: it is a secret, if perhaps one with a typing error.
             raise KeyProblem("the given text is no key: rlt_, 12 hex digits, _, 64 hex digits")
-        made = _made(parts, tenant, frozenset(scopes), lifetime_s)
+        made = _made(parts, tenant, scopes, lifetime_s)
 
         def add(known: dict[str, ApiKey]) -> list[ApiKey]:
             old = known.get(made.id)
@@ -217,11 +271,12 @@ class KeyStore:
             pipe.get(keys.ACCESS_VERSION)
             pipe.hgetall(keys.API_KEYS)
             pipe.hgetall(keys.TENANTS)
-            version, stored, tenants = pipe.execute()
+            pipe.hgetall(keys.TENANTS_POLICIES)
+            version, stored, limits, policies = pipe.execute()
         return Access(
             version=version or "",
             keys=_keys(stored),
-            tenants={name: Tenant.model_validate_json(raw) for name, raw in tenants.items()},
+            tenants=tenants_of(limits, policies),
         )
 
     @staticmethod
@@ -238,7 +293,7 @@ class KeyStore:
             changed = change(_keys(pipe.hgetall(keys.API_KEYS)))
             pipe.multi()
             for key in changed:
-                pipe.hset(keys.API_KEYS, key.id, key.model_dump_json())
+                pipe.hset(keys.API_KEYS, key.id, key.stored())
             pipe.set(keys.ACCESS_VERSION, secrets.token_hex(8))
             return changed
 

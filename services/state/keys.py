@@ -122,6 +122,9 @@ sessions_of = Key("sessions:<key_id>")
 """List: digests of a key's sessions, the newest first."""
 TENANTS = "tenants"
 """Hash: tenant → its limits (JSON). A tenant without an entry has none."""
+TENANTS_POLICIES = "tenants:policies"
+"""Hash: tenant → the policies that it may name (JSON). Apart from its other limits, because a release that
+does not know of them could not read these."""
 ACCESS_VERSION = "access:version"
 """String: another one after each change of keys or tenants, so that gateways know when to read them again."""
 vocabulary = Key("vocabulary:<digest>")

@@ -6,8 +6,10 @@ A tenant exists by being named: one without an entry of its own has no limits. L
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from posixpath import normpath
@@ -52,6 +54,8 @@ class Tenant(BaseModel):
     """Names or patterns (`swe-*`) of handlers."""
     images: tuple[str, ...] | None = None
     """Names or patterns of sandbox images."""
+    policies: tuple[str, ...] | None = None
+    """Names or patterns of policies that its rollouts may call."""
     runtimes: tuple[str, ...] | None = None
     """Sandbox runtimes that a request may name; None = all that isolate."""
     mounts: tuple[str, ...] | None = None
@@ -66,7 +70,7 @@ class Tenant(BaseModel):
         return check_name(name)
 
     def may_use(self, kind: str, value: str) -> bool:
-        """Whether a value is among those of a list (`handlers`, `images` or `runtimes`)."""
+        """Whether a value is among those of a list (`handlers`, `images`, `policies` or `runtimes`)."""
         allowed = getattr(self, kind)
         if "/" in value:
             value = normpath(value)  # else `/images/a-*` would let `/images/a-x/../secret` through
@@ -105,6 +109,14 @@ class QuotaExceeded(Exception):
             super().__init__(f"{may}, {has}, and this call holds {asked}")
 
 
+def tenants_of(limits: Mapping[str, str], policies: Mapping[str, str]) -> dict[str, Tenant]:
+    """Tenants by name, of what Redis has of them."""
+    return {
+        name: Tenant.model_validate(json.loads(raw) | {"policies": json.loads(policies.get(name, "null"))})
+        for name, raw in limits.items()
+    }
+
+
 class TenantStore:
     """The limits of tenants, in Redis."""
 
@@ -113,13 +125,17 @@ class TenantStore:
 
     def get(self, name: str) -> Tenant:
         """A tenant's limits; one that was never set has none."""
-        raw = self._redis.hget(keys.TENANTS, name)
-        return Tenant.model_validate_json(raw) if raw else Tenant(name=name)
+        with self._redis.pipeline() as pipe:
+            pipe.hget(keys.TENANTS, name)
+            pipe.hget(keys.TENANTS_POLICIES, name)
+            raw, policies = pipe.execute()
+        return tenants_of({name: raw}, {name: policies or "null"})[name] if raw else Tenant(name=name)
 
     def set(self, tenant: Tenant) -> None:
         """Write a tenant's limits; gateways follow within `auth.CACHE_S`."""
         with self._redis.pipeline() as pipe:
-            pipe.hset(keys.TENANTS, tenant.name, tenant.model_dump_json())
+            pipe.hset(keys.TENANTS, tenant.name, tenant.model_dump_json(exclude={"policies"}))
+            pipe.hset(keys.TENANTS_POLICIES, tenant.name, json.dumps(tenant.policies))
             pipe.set(keys.ACCESS_VERSION, secrets.token_hex(8))
             pipe.execute()
 
@@ -127,9 +143,10 @@ class TenantStore:
         """Every tenant that has limits, live rollouts or both, by name."""
         with self._redis.pipeline(transaction=False) as pipe:
             pipe.hgetall(keys.TENANTS)
+            pipe.hgetall(keys.TENANTS_POLICIES)
             pipe.hkeys(keys.TENANTS_LIVE)
-            limits, seen = pipe.execute()
-        known = {name: Tenant.model_validate_json(raw) for name, raw in limits.items()}
+            limits, policies, seen = pipe.execute()
+        known = tenants_of(limits, policies)
         return [known.get(name) or Tenant(name=name) for name in sorted({*known, *seen})]
 
     def usage(self) -> list[Usage]:

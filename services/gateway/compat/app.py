@@ -7,7 +7,7 @@ tenant. The application behind it has these routes and no others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import structlog
@@ -41,8 +41,8 @@ class _Anybody(Guard):
         scopes = frozenset((Scope.SUBMIT, Scope.READ))
         self._key = ApiKey(id=NOBODY, tenant=compat.tenant, scopes=scopes, digest="", created_at=0.0)
 
-    def identify(self, scope: Scope, text: str | None = None) -> Caller:
-        if not self._key.may(scope) and not (self._compat.servers and request.endpoint in SERVERS):
+    def identify(self, scopes: Sequence[str], text: str | None = None) -> Caller:
+        if not self._key.may(*scopes) and not (self._compat.servers and request.endpoint in SERVERS):
             detail = f"{request.path} is closed at this port; `rollout backends add SERVER` needs a key"
             raise ApiProblem(403, "Not permitted", detail)
         structlog.contextvars.bind_contextvars(port=NOBODY)

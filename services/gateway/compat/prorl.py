@@ -269,7 +269,7 @@ def status_of(words: Collection[str]) -> str:
 
 
 @blueprint.post("/add_llm_server")
-@operation()
+@operation(scope=Scope.OPERATE)
 def add_llm_server(body: AddressRequest) -> Response:
     """ProRL: register an LLM server for all rollouts of the service. Twice is harmless."""
     gate, tenant = gateway(), caller().tenant.name
@@ -288,7 +288,7 @@ def add_llm_server(body: AddressRequest) -> Response:
 
 
 @blueprint.post("/clear_llm_server")
-@operation()
+@operation(scope=Scope.OPERATE)
 def clear_llm_server() -> Response:
     """ProRL: remove the LLM servers that were added so; rollouts under way wait for others."""
     gate = gateway()

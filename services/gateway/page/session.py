@@ -43,7 +43,7 @@ def begin(body: SessionRequest) -> Response:
     """Begin a session with an API key, for the web page."""
     gate = gateway()
     gate.start.require()
-    me = gate.guard.identify(Scope.READ, body.key.strip())
+    me = gate.guard.identify([Scope.READ], body.key.strip())
     session, token, proof = gate.sessions.create(me.key)
     response = jsonify(_shown(me, session) | {"proof": proof})
     response.set_cookie(cookie_name(), token, LIFETIME_S, **_attributes())

@@ -13,6 +13,7 @@ from services.engines.describe import DescribeError, describe
 from services.gateway.context import gateway
 from services.gateway.http import operation, query
 from services.gateway.problems import ApiProblem, invalid
+from services.state.api_keys import SHARED, Scope
 
 blueprint = Blueprint("backends", __name__, url_prefix="/v1")
 
@@ -29,14 +30,14 @@ class BackendList(BaseModel):
 
 
 @blueprint.get("/backends")
-@operation()
+@operation(scope=SHARED)
 def list_backends() -> BackendList:
     """LLM backends, their load, health and weights."""
     return BackendList(backends=gateway().backends.list())
 
 
 @blueprint.post("/backends")
-@operation(409, status=201)
+@operation(409, status=201, scope=Scope.OPERATE)
 def add(body: BackendRequest) -> Backend:
     """Register an LLM backend, or describe it anew; what it serves is read from the server itself."""
     return register(body)
@@ -56,14 +57,14 @@ def register(request: BackendRequest) -> Backend:
 
 
 @blueprint.get("/backends/<backend_id>")
-@operation()
+@operation(scope=SHARED)
 def get(backend_id: str) -> Backend:
     """One LLM backend."""
     return _existing(backend_id)
 
 
 @blueprint.post("/backends/<backend_id>/drain")
-@operation()
+@operation(scope=Scope.OPERATE)
 def drain(backend_id: str, body: DrainRequest = DRAIN) -> Backend:
     """Let an LLM backend take no new rollouts, or (`{"drain": false}`) again some; those on it go on."""
     if not gateway().backends.drain(backend_id, body.drain):
@@ -72,7 +73,7 @@ def drain(backend_id: str, body: DrainRequest = DRAIN) -> Backend:
 
 
 @blueprint.delete("/backends/<backend_id>")
-@operation(409, answers={204: None})
+@operation(409, answers={204: None}, scope=Scope.OPERATE)
 def remove(backend_id: str, force: Force) -> Response:
     """Forget an LLM backend; its rollouts move at their next call."""
     if force == "false":

@@ -13,6 +13,7 @@ from rollout.schema.fleet import Fleet, NodeLoad, StageLoad, WorkerLoad
 from services.gateway.context import Gateway, gateway
 from services.gateway.http import operation
 from services.queues import EVAL, INIT, RUN, STAGES
+from services.state.api_keys import SHARED
 from services.state.fleet import NodeAdmission
 from services.state.observations import Ages, stage_totals
 
@@ -20,7 +21,7 @@ blueprint = Blueprint("fleet", __name__, url_prefix="/v1")
 
 
 @blueprint.get("/fleet")
-@operation()
+@operation(scope=SHARED)
 def fleet() -> Fleet:
     """Workers, nodes and stages of the whole service, with what they carry."""
     return current(gateway())

@@ -9,20 +9,22 @@ from rollout.schema.policy import PolicyRequest, PolicyStatus, PolicyUpdate
 from services.gateway.context import gateway
 from services.gateway.http import Wait, operation, reply
 from services.gateway.problems import ApiProblem, invalid
+from services.state.api_keys import TRAIN_DEFAULT, Scope
 from services.state.policy.store import UpdateConflict
 
 blueprint = Blueprint("policy", __name__, url_prefix="/v1")
+SEEN = (Scope.READ, TRAIN_DEFAULT)
 
 
 @blueprint.get("/policy")
-@operation()
+@operation(scope=SEEN)
 def show() -> PolicyStatus:
     """Current policy, update under way, latest updates."""
     return gateway().policy.status()
 
 
 @blueprint.post("/policy")
-@operation(409, answers={200: PolicyUpdate, 202: PolicyUpdate})
+@operation(409, answers={200: PolicyUpdate, 202: PolicyUpdate}, scope=TRAIN_DEFAULT)
 def update(body: PolicyRequest) -> Response:
     """Bring new weights to the LLM backends; the RUN workers do it."""
     gate = gateway()
@@ -39,7 +41,7 @@ def update(body: PolicyRequest) -> Response:
 
 
 @blueprint.delete("/policy")
-@operation(409, answers={204: None})
+@operation(409, answers={204: None}, scope=TRAIN_DEFAULT)
 def forget() -> Response:
     """Forget the current weights, once no backend serves them: backends of any weights take rollouts then."""
     try:
@@ -55,7 +57,7 @@ def forget() -> Response:
 
 
 @blueprint.get("/policy/updates/<update_id>")
-@operation()
+@operation(scope=SEEN)
 def get(update_id: str, wait: Wait) -> PolicyUpdate:
     """One update of the policy; with `wait`, answers when it has ended or when the wait is over."""
     policy_update = gateway().policy.wait(update_id, wait)

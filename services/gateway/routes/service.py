@@ -23,7 +23,7 @@ from services.gateway.http import JSON, OBJECT, STRING, operation
 from services.gateway.page import serving
 from services.queues import STAGES
 from services.state import keys
-from services.state.api_keys import Scope
+from services.state.api_keys import SHARED, Scope
 from services.state.rollouts import payloads
 from services.state.startup import UnfitRedis
 
@@ -72,7 +72,7 @@ def texts(digest: str) -> Response:
 
 
 @blueprint.get("/v1/status")
-@operation()
+@operation(scope=SHARED)
 def status() -> dict[str, Any]:
     """Who asks and what they may have; of all tenants, rollouts, queues, workers, nodes, backends."""
     gate, me = gateway(), caller()

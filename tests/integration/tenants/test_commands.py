@@ -164,6 +164,7 @@ def test_limits_of_a_tenant_are_set_shown_and_taken_away(world):
             "quota_bytes": None,
             "handlers": ["math", "swe-*"],
             "images": None,
+            "policies": None,
             "runtimes": None,
             "mounts": None,
             "weight": 1.0,
