@@ -59,18 +59,18 @@ def check_scope(text: str) -> str:
     Raises:
         ValueError: There is no such scope.
     """
-    kind, _, name = text.partition(":")
     if text in tuple(Scope):
         return text
+    if not text.startswith("train:"):
+        raise ValueError(f"{text!r}: scopes are {', '.join(Scope)} and train:POLICY, separated by commas")
     try:
-        if kind == "train":
-            return f"train:{_POLICY_NAME.validate_python(name)}"
+        _POLICY_NAME.validate_python(text.removeprefix("train:"))
     except ValidationError:
         raise ValueError(
             f"{text!r}: a policy's name has 1 to 63 lower-case letters, digits and . _ -, and starts with a "
             "letter or digit"
         ) from None
-    raise ValueError(f"{text!r}: scopes are {', '.join(Scope)} and train:POLICY, separated by commas")
+    return text
 
 
 class KeyProblem(ValueError):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hmac
+import json
+import re
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rollout.client import ApiKeyError, AsyncClient, Client
 from services.state import api_keys
-from services.state.api_keys import FORMAT, Access, ApiKey, Scope
+from services.state.api_keys import FORMAT, Access, ApiKey, Scope, check_scope
 from services.state.tenants import QuotaExceeded, Tenant, check_name
 
 ID, SECRET = "0123456789ab", "c0ffee" + "0" * 58
@@ -55,9 +57,35 @@ def test_secrets_are_compared_in_constant_time_also_for_an_unknown_id(monkeypatc
 
 
 def test_admin_may_everything_and_the_others_only_themselves():
-    assert all(key(scopes=[Scope.ADMIN]).may(scope) for scope in Scope)
+    assert all(key(scopes=[Scope.ADMIN]).may(scope) for scope in (*Scope, "train:a"))
     assert [scope for scope in Scope if key(scopes=[Scope.SUBMIT]).may(scope)] == [Scope.SUBMIT]
     assert not any(key(scopes=[]).may(scope) for scope in Scope)
+    operator, trainer = key(scopes=[Scope.OPERATE]), key(scopes=["train:a"])
+    every = (*Scope, "train:a", "train:b")
+    assert [scope for scope in every if operator.may(scope)] == ["metrics", "operate", "train:a", "train:b"]
+    assert [scope for scope in every if trainer.may(scope)] == ["train:a"]
+    assert trainer.may("read", "train:a") and not trainer.may("read", "train:b") and not trainer.may()
+
+
+@given(st.text(max_size=20) | st.text(max_size=80).map("train:{}".format))
+@example("train:a\n")
+@example("train:" + "a" * 64)
+@example("train:../a")
+@example("train:{name}")
+def test_a_scope_is_one_of_the_words_or_names_a_policy_as_policies_are_named(text):
+    try:
+        assert check_scope(text) == text
+    except ValueError:
+        assert text not in {*Scope} and not re.fullmatch(r"train:[a-z0-9][a-z0-9._-]{0,62}", text)
+    else:
+        assert text in {*Scope} or re.fullmatch(r"train:[a-z0-9][a-z0-9._-]{0,62}", text)
+
+
+def test_keys_with_new_scopes_are_stored_so_that_older_releases_can_read_them():
+    given = key(scopes=["read", "operate", "train:a"])
+    raw = json.loads(given.stored())
+    assert (raw["scopes"], raw["further"]) == (["read"], ["operate", "train:a"])
+    assert ApiKey.model_validate_json(given.stored()) == given
 
 
 def test_a_key_ends_when_it_is_said_to():

@@ -48,6 +48,29 @@ def test_an_operator_makes_lists_rotates_and_revokes_keys(world):
     assert text.split("_")[2] not in kept and rotated.split("_")[2] not in kept
 
 
+def test_keys_for_trainers_and_operators_are_made_shown_and_rotated(world):
+    scopes = ("--scope", "submit,train:a.1", "--scope", "operate")
+    made = run(keys_command, "create", "team-a", *scopes, "--policies", "a.*,judge", url=world.url)
+    assert "operate, submit, train:a.1" in made.stderr and "WARNING" not in made.output
+    rotated = run(keys_command, "rotate", made.stdout.split("_")[1], url=world.url).stdout.strip()
+    shown = json.loads(run(keys_command, "list", "--json", url=world.url).stdout)
+    assert [key["scopes"] for key in shown] == [["operate", "submit", "train:a.1"]] * 2
+    assert world.get("/metrics", rotated).status_code == 200
+    assert world.get("/v1/rollouts", rotated).status_code == 403
+    assert world.tenants.get("team-a").policies == ("a.*", "judge")
+    assert "a.*, judge" in run(tenants_command, "show", "team-a", url=world.url).stdout
+    run(tenants_command, "set", "team-a", "--policies", "any", url=world.url)
+    assert world.tenants.get("team-a").policies is None
+    trainer = run(keys_command, "create", "team-b", "--scope", "train:b", url=world.url)
+    assert "WARNING" not in trainer.output
+    run(keys_command, "revoke", rotated.split("_")[1], url=world.url)
+    run(keys_command, "revoke", made.stdout.split("_")[1], url=world.url)
+    assert (
+        "no key of the scope admin or operate works"
+        in run(keys_command, "create", "team-b", "--scope", "train:b", url=world.url).stderr
+    )
+
+
 def test_a_key_made_elsewhere_can_be_given(world):
     text = f"rlt_{'a' * 12}_{'b' * 64}"
     args = ("create", "team-a", "--scope", "admin", "--from-env")
@@ -140,6 +163,13 @@ def test_they_speak_to_the_redis_of_a_slurm_run(away_from_home, own_redis, tmp_p
     [
         (("create", "Team A"), "a name has 1 to 63"),
         (("create", "a", "--scope", "root"), "scopes are submit, read, metrics, admin"),
+        (
+            ("create", "a", "--scope", "read,train"),
+            "'train': scopes are submit, read, metrics, admin, operate and",
+        ),
+        (("create", "a", "--scope", "train:A"), "'train:A': a policy's name has 1 to 63 lower-case letters"),
+        (("create", "a", "--scope", "train:*"), "a policy's name has"),
+        (("create", "a", "--policies", "Judge"), "names of policies have lower-case letters"),
         (("create", "a", "--expires", "soon"), "write 90s, 15m, 1h or 30d"),
         (("create", "a", "--quota-live", "-1"), "neither a number"),
         (("revoke", "nobody"), "there is no key 'nobody'"),
