@@ -7,12 +7,13 @@ import time
 import pytest
 
 from rollout.batch import BatchRequest
-from rollout.schema import RolloutRequest, State, new_id
+from rollout.schema import Backend, RolloutRequest, State, new_id
 from rollout.webhooks import WebhookError, signed_headers, tenant_secret, verify_webhook
 from services import dispatch
 from services.gateway import auth
 from services.gateway.compat import calls
 from services.settings import Settings
+from services.state.api_keys import ApiKey
 from services.state.batches import store as batches
 from services.state.batches.store import BatchStore
 from services.state.jobs import JobStore
@@ -209,3 +210,50 @@ def test_speak_for_the_service_with_ones_own_webhook_secret(target):
         return verify_webhook(forged, headers, victims).reward == 1.0
     except WebhookError:
         return False
+
+
+# -- with a key for something else ----------------------------------------------------------------
+
+
+def any_scope(self, *scopes):
+    return True
+
+
+@attack(stopped_by="the scope has the name of one policy")
+def test_bring_weights_to_the_policy_of_another_team(target):
+    target.without(ApiKey, "may", any_scope)
+    serves = {"model": "m", "tokenizer": "t", "max_model_len": 100}
+    target.gate.backends.put(Backend(id="engine", url="http://127.0.0.1:9", **serves))
+    _, key = target.world.keys.create(ATTACKER, ["submit", "read", "train:mine"])
+    target.world.post("/v1/policy", key, {"version": "evil"})
+    return target.gate.policy.status().update is not None
+
+
+@attack(stopped_by="a trainer's key moves no backends")
+def test_register_a_server_of_one_s_own_or_take_one_away_with_a_trainer_s_key(target):
+    target.without(ApiKey, "may", any_scope)
+    serves = {"model": "m", "tokenizer": "t", "max_model_len": 100}
+    target.gate.backends.put(Backend(id="engine", url="http://127.0.0.1:9", **serves))
+    _, key = target.world.keys.create(ATTACKER, ["submit", "read", "train:default"])
+    target.world.post("/v1/backends/engine/drain", key)
+    target.world.call("DELETE", "/v1/backends/engine", key)
+    left = target.gate.backends.get("engine")
+    return left is None or left.draining
+
+
+@attack(stopped_by="`operate` is for what all share, and names no tenant")
+def test_read_or_cancel_rollouts_with_an_operator_s_key(target):
+    target.without(ApiKey, "may", any_scope)
+    (victims,) = target.submit(VICTIM)
+    _, key = target.world.keys.create(ATTACKER, ["operate"])
+    read = target.world.get(f"/v1/rollouts/{victims}?tenant={VICTIM}", key)
+    target.world.post(f"/v1/rollouts/{victims}/cancel?tenant={VICTIM}", key)
+    return read.status_code == 200 or target.gate.rollouts.state(victims) is State.CANCELLED
+
+
+@attack(stopped_by="a tenant's policies are looked at in each request")
+def test_call_a_policy_that_one_s_tenant_was_not_given(target):
+    target.without(Tenant, "may_use", any_scope)
+    target.world.tenants.set(Tenant(name=ATTACKER, policies=("mine-*",)))
+    answers = [target.world.submit(ATTACKER, policy=name) for name in ("theirs", "mine", "default")]
+    return any(answer.status_code == 202 for answer in answers)
