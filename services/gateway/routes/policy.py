@@ -5,6 +5,7 @@ from __future__ import annotations
 from flask import Blueprint, Response
 
 from rollout.schema import Backend
+from rollout.schema.base import DEFAULT_POLICY
 from rollout.schema.policy import PolicyRequest, PolicyStatus, PolicyUpdate
 from services.gateway.context import gateway
 from services.gateway.http import Wait, operation, reply
@@ -31,8 +32,10 @@ def update(body: PolicyRequest) -> Response:
     most = gate.settings.max_wait_s
     if body.wait > most:
         raise invalid("wait", f"{body.wait:g} is more than {most:g}; ask for the rest at its own address")
+    targets = _targets(body, gate.backends.list())
+    _check_adapter(body, DEFAULT_POLICY, targets)
     try:
-        made, _ = gate.policy.create(body, _targets(body, gate.backends.list()))
+        made, _ = gate.policy.create(body, targets)
     except UpdateConflict as error:
         raise ApiProblem(409, "Another update is under way", str(error)) from None
     if body.wait:
@@ -65,6 +68,16 @@ def get(update_id: str, wait: Wait) -> PolicyUpdate:
         detail = f"there is no update {update_id!r}; GET /v1/policy lists the latest"
         raise ApiProblem(404, "No such update", detail)
     return policy_update
+
+
+def _check_adapter(request: PolicyRequest, policy: str, targets: list[Backend]) -> None:
+    """Refuse the name of another policy's adapter: loaded under it, that one would have these weights."""
+    for backend in targets if request.lora else ():
+        for other, model in backend.served.items():
+            if other != policy and model == request.lora.name:
+                raise invalid(
+                    "lora.name", f"{model!r} is what backend {backend.id!r} serves policy {other!r} under"
+                )
 
 
 def _targets(request: PolicyRequest, known: list[Backend]) -> list[Backend]:

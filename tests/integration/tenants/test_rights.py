@@ -343,6 +343,18 @@ def test_a_trainer_s_key_brings_weights_to_its_policy_and_follows_them_and_does_
         assert world.get(path, key).status_code == 403
 
 
+def test_a_trainer_names_no_adapter_of_another_policy(world):
+    policies = {"default": "adapter", "b": "adapter-of-b"}
+    world.gate.backends.put(ENGINES[0].model_copy(update={"policies": policies}))
+    key = world.keys.create(ME, [DEFAULT])[1]
+    lora = {"version": "2", "path": "/weights", "lora": {"name": "adapter-of-b"}}
+    before = all_of(world)
+    refused = world.post("/v1/policy", key, lora)
+    assert refused.status_code == 400 and refused.json["errors"][0]["field"] == "lora.name"
+    assert "policy 'b'" in refused.text and all_of(world) == before
+    assert world.post("/v1/policy", key, {**lora, "lora": {"name": "adapter"}}).status_code == 202
+
+
 def test_a_tenant_s_requests_name_only_policies_that_it_may_name(world):
     world.tenants.set(Tenant(name=ME, policies=("team-*",)))
     key = world.keys.create(ME, ["submit", "read"])[1]
