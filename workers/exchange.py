@@ -4,7 +4,8 @@ No new rollouts → pause → load → label → resume → canary → new rollo
 every request, the canary too, so it runs a moment before it is checked; what it samples in that moment counts
 only if the check passes (`BackendStore.fail` takes its calls away, `give_up` ends them).
 
-Every step may be repeated: a worker may have been killed at any of them.
+Every step may be repeated: a worker may have been killed at any of them. Weights that the trainer sends come
+once, so what a dead worker has begun with them fails instead.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from services.state.policy.store import LeaseLost
 
 log = structlog.get_logger("updates")
 
+BROKEN_OFF = (
+    "the worker that had the engine receive the trainer's weights is gone, and nobody knows how many have "
+    "come; send them again as a new update"
+)
 Report = Callable[[BackendUpdate], None]
 """Told of each step. It raises `LeaseLost` when the work is another worker's by now."""
 
@@ -45,15 +50,21 @@ class Exchange:
             fresh: Nobody has begun with this backend before.
         """
         backend, request, engine, progress = self._backend, self._request, self._engine, self.progress
-        # Without a path the trainer has put new weights there itself.
-        trusted = fresh and backend.healthy and request.path is not None
+        transfer = request.transfer
+        # Without a path the trainer has put new weights there itself, unless it sends them only now.
+        trusted = fresh and backend.healthy and (request.path is not None or transfer is not None)
         loading = False
         self._backends.pause(backend.id)
         try:
             with self._timed("total"):
+                if transfer is not None and not fresh:
+                    raise ControlError(f"backend {backend.id}: {BROKEN_OFF}")
                 self._enter(BackendUpdateState.PAUSING, report)
                 with self._timed("pause"):
                     engine.pause(request.mode, reset=request.reset_prefix_cache)
+                if transfer is not None and transfer.init_info is not None:
+                    with self._timed("connect"):
+                        engine.connect(transfer)
                 self._enter(BackendUpdateState.LOADING, report)
                 loading = True
                 with self._timed("reload"):
@@ -99,6 +110,8 @@ class Exchange:
             engine.load_adapter(request.lora.name, request.path)
         elif request.path is not None:
             engine.load(request.path, request.version)
+        elif request.transfer is not None and request.transfer.update_info is not None:
+            engine.receive(request.transfer)
         engine.label(request.version)
         if request.reset_prefix_cache:
             engine.reset_cache()

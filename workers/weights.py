@@ -113,6 +113,10 @@ class WeightUpdates:
         update.state = UpdateState.RUNNING
         update.started_at = update.started_at or time.time()
         writing = threading.Lock()
+        if transfer := request.transfer:
+            # It is told to the engines once, by this worker, and the record is written at every step.
+            told = transfer.model_copy(update={"init_info": {}, "update_info": None})
+            record.request = request.model_copy(update={"transfer": told})
         rolling = 0 < request.concurrency < len(update.backends)
 
         with self._leases.hold(work.lease) as lost:
@@ -136,7 +140,7 @@ class WeightUpdates:
                     report(name, BackendUpdate(state=BackendUpdateState.SKIPPED))
                     return
                 # What a worker that died has begun, nobody knows.
-                fresh = update.backends[name].state is BackendUpdateState.WAITING
+                fresh = update.backends[name].state is BackendUpdateState.WAITING and not (again and transfer)
                 with self._alone(backend, request.timeout_s):
                     exchange = Exchange(self._backends, backend, request)
                     progress = exchange.run(lambda step: report(name, step), fresh=fresh)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from rollout.schema.base import DEFAULT_POLICY, MAX_INT32, Identifier, Items, Strict, TokenId
+from rollout.schema.base import DEFAULT_POLICY, MAX_INT32, Identifier, Items, Strict, TokenId, new_id
 
 PauseMode = Literal["keep", "wait", "abort"]
 """What becomes of the calls under way: frozen and continued, waited for, or ended and made elsewhere."""
@@ -42,6 +43,56 @@ class LoraAdapter(Strict):
     """The model name under which the server offers it; backends must be registered with that `model`."""
 
 
+TransferBackend = Literal["nccl", "ipc"]
+MOST_TRANSFER_BYTES = 8 << 20
+"""Of `init_info` and `update_info` together, as JSON: some ten thousands of tensors."""
+
+
+class WeightTransfer(Strict):
+    """Weights that the trainer's process sends to the engines itself, by their own transfer routes.
+
+    `init_info` and `update_info` are between trainer and engine; `rollout.WeightSync` makes them for vLLM.
+    """
+
+    id: Identifier = Field(default_factory=new_id)
+    """Of one sending: the request again under the same id is the same update, and not sent for twice."""
+    backend: TransferBackend = "nccl"
+    ranks: dict[Identifier, Annotated[int, Field(ge=1, le=MAX_INT32)]] | None = Field(
+        default=None, min_length=1, max_length=256
+    )
+    """`nccl`: backend → rank of its first worker in the trainer's group. The update is for these."""
+    init_info: dict[str, Any] | None = None
+    """Given, the engines first join the group that it describes; None = they are in it already."""
+    update_info: dict[str, Any] | None = None
+    """What the engines are to receive; None = nothing yet, they are connected and labelled."""
+
+    @model_validator(mode="after")
+    def _complete(self) -> WeightTransfer:
+        init, update = self.init_info or {}, self.update_info or {}
+        if self.init_info is None and self.update_info is None:
+            raise ValueError("nothing to do: give `init_info`, `update_info` or both")
+        if (self.backend == "nccl") != (self.ranks is not None):
+            raise ValueError(
+                "`ranks` are needed with nccl, each backend's first in the group, and with it only"
+            )
+        ranks, size = list((self.ranks or {}).values()), init.get("world_size")
+        if len(set(ranks)) < len(ranks):
+            raise ValueError(
+                "two backends have the same rank; each begins after the workers of the one before"
+            )
+        if isinstance(size, int) and ranks and max(ranks) >= size:
+            raise ValueError(f"rank {max(ranks)} is not in a group of world_size {size}")
+        if self.backend == "ipc" and (init.get("packed") or "tensor_sizes" in update):
+            raise ValueError("packed IPC comes in many parts, and an update is one: send with packed=False")
+        if len(json.dumps([init, update])) > MOST_TRANSFER_BYTES:
+            raise ValueError(f"init_info and update_info are more than {MOST_TRANSFER_BYTES} bytes of JSON")
+        return self
+
+    def init_info_of(self, backend_id: str) -> dict[str, Any]:
+        """`init_info` as that backend is told it."""
+        return {**(self.init_info or {}), **({"rank_offset": self.ranks[backend_id]} if self.ranks else {})}
+
+
 class PolicyRequest(Strict):
     """Asks for new weights on the backends."""
 
@@ -54,6 +105,8 @@ class PolicyRequest(Strict):
     """None = the update is not verified."""
     lora: LoraAdapter | None = None
     """Given, `path` is the adapter's directory."""
+    transfer: WeightTransfer | None = None
+    """Given, the trainer sends the weights now, from its own process; in place of `path`."""
     backends: Items[Identifier] | None = Field(default=None, min_length=1, max_length=10_000)
     """Only these; the others follow when they are next probed. None = all."""
     concurrency: int = Field(default=0, ge=0, le=MAX_INT32)
@@ -76,6 +129,21 @@ class PolicyRequest(Strict):
     def _adapter_has_a_path(self) -> PolicyRequest:
         if self.lora is not None and self.path is None:
             raise ValueError(f"adapter {self.lora.name!r} needs `path`, the directory that it is loaded from")
+        return self
+
+    @model_validator(mode="after")
+    def _sent_to_all_at_once(self) -> PolicyRequest:
+        transfer = self.transfer
+        if transfer is None:
+            return self
+        if self.path is not None or self.concurrency:
+            raise ValueError(
+                "`transfer` goes without `path` and `lora`, and to all backends at once (concurrency 0)"
+            )
+        if transfer.ranks is not None:
+            if self.backends is not None and set(self.backends) != set(transfer.ranks):
+                raise ValueError("`backends` are not those of `transfer.ranks`; leave them out")
+            self.backends = sorted(transfer.ranks)
         return self
 
 
@@ -118,7 +186,7 @@ class BackendUpdate(BaseModel):
     state: BackendUpdateState = BackendUpdateState.WAITING
     error: str | None = None
     seconds: dict[str, float] = Field(default_factory=dict)
-    """Of `pause`, `reload`, `canary` and `total`."""
+    """Of `pause`, `connect` (a transfer's), `reload`, `canary` and `total`."""
     canary_max_error: float | None = None
     """Largest absolute difference from the trainer's log-probs, in nats."""
 
@@ -132,6 +200,8 @@ class PolicyUpdate(BaseModel):
     path: str | None
     mode: PauseMode
     lora: LoraAdapter | None = None
+    transfer: TransferBackend | None = None
+    """How the trainer sends the weights itself; None = it does not."""
     verified: bool
     """Whether a canary was given; without one nothing checks that the weights are the trainer's."""
     warnings: list[str] = Field(default_factory=list)

@@ -1,7 +1,7 @@
 """What an engine is told when its weights change: pause, load, label, resume, and a canary's question.
 
 The routes are an operator's (vLLM: `VLLM_SERVER_DEV_MODE=1`) and carry no credentials: private networks only.
-Every step may be repeated, because another worker may have to begin again where one was killed.
+Every step but `receive` may be repeated, because another worker may have to begin again where one was killed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import requests
 
-from rollout.policy import PauseMode
+from rollout.policy import PauseMode, WeightTransfer
 from rollout.schema import Backend
 from services.engines import engine_of
 from services.engines.address import Answer, ask, json_object, root, text_of
@@ -76,6 +76,14 @@ class Control(ABC):
         """Load a LoRA adapter in place of the one of that name."""
 
     @abstractmethod
+    def connect(self, transfer: WeightTransfer) -> None:
+        """Join the trainer's group, which waits for all its members. The weights stay as they are."""
+
+    @abstractmethod
+    def receive(self, transfer: WeightTransfer) -> None:
+        """Take the weights that the trainer sends at this time. May not be repeated: they come once."""
+
+    @abstractmethod
     def label(self, version: str) -> None:
         """Give later tokens this version."""
 
@@ -124,7 +132,10 @@ class VllmControl(Control):
     A paused vLLM queues every request, so the canary can only be asked after `resume`.
     """
 
-    missing = "; start vLLM with VLLM_SERVER_DEV_MODE=1 (adapters: VLLM_ALLOW_RUNTIME_LORA_UPDATING=1)"
+    missing = (
+        "; start vLLM with VLLM_SERVER_DEV_MODE=1 (adapters: VLLM_ALLOW_RUNTIME_LORA_UPDATING=1; transfers: "
+        "0.22 or later with --weight-transfer-config)"
+    )
 
     def pause(self, mode: PauseMode, *, reset: bool) -> None:
         # `clear_cache` would throw away, in two modes of three, what `reset` alone decides on.
@@ -149,6 +160,20 @@ class VllmControl(Control):
 
     def load_adapter(self, name: str, path: str) -> None:
         self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path, "load_inplace": True})
+
+    def connect(self, transfer: WeightTransfer) -> None:
+        info = transfer.init_info_of(self.backend.id)
+        self._post("/init_weight_transfer_engine", {"init_info": info})
+
+    def receive(self, transfer: WeightTransfer) -> None:
+        try:
+            # With a body: some versions read one, and those that do not ignore it.
+            self._post("/start_weight_update", {})
+        except ControlError as error:
+            error.harmless = error.status in (404, 405)
+            raise
+        self._post("/update_weights", {"update_info": transfer.update_info})
+        self._post("/finish_weight_update", {})
 
     def label(self, version: str) -> None:
         self._post("/update_weight_version", {"new_version": version})
@@ -194,6 +219,17 @@ class SGLangControl(Control):
         )
         error.harmless = True
         raise error
+
+    def connect(self, transfer: WeightTransfer) -> None:
+        self._post("/init_weights_update_group", transfer.init_info_of(self.backend.id))
+
+    def receive(self, transfer: WeightTransfer) -> None:
+        if transfer.backend != "nccl":
+            error = ControlError(f"backend {self.backend.id}: SGLang takes weights by nccl only")
+            error.harmless = True
+            raise error
+        kept = {"flush_cache": False, "abort_all_requests": False}
+        self._post("/update_weights_from_distributed", {**(transfer.update_info or {}), **kept})
 
     def label(self, version: str) -> None:
         # Its default is to abort every call.

@@ -36,7 +36,8 @@ SGLANG = {
 
 @contextmanager
 def describing(routes: dict[str, Any], calls: list[tuple[str, Any]] | None = None) -> Iterator[str]:
-    """Serves `"METHOD /path" → JSON, text, status or (status, JSON)`; all else is 404. Gives the URL.
+    """Serves `"METHOD /path" → JSON, text, status or (status, JSON)`, or what returns such; all else is 404.
+    Gives the URL.
 
     Args:
         calls: Where the path and the JSON of each request are noted.
@@ -52,6 +53,8 @@ def describing(routes: dict[str, Any], calls: list[tuple[str, Any]] | None = Non
             if calls is not None:
                 calls.append((path, json.loads(sent or b"null")))
             status, reply = 200, routes.get(f"{self.command} {path}", (404, {"detail": "no such route"}))
+            if callable(reply):
+                reply = reply()
             if isinstance(reply, int):
                 status, reply = reply, ""
             elif isinstance(reply, tuple):

@@ -79,7 +79,8 @@ def identity_of(request: PolicyRequest) -> str:
     """What makes two requests the same: weights, adapter and backends, not how they are exchanged."""
     lora = request.lora.name if request.lora else None
     backends = sorted(set(request.backends)) if request.backends else None
-    return json.dumps([request.version, request.path, lora, backends])
+    sending = [request.transfer.id] if request.transfer else []
+    return json.dumps([request.version, request.path, lora, backends, *sending])
 
 
 class PolicyStore:
@@ -104,6 +105,7 @@ class PolicyStore:
         update = PolicyUpdate(
             id=new_id(),
             **request.model_dump(include={"version", "path", "mode", "lora"}),
+            transfer=request.transfer.backend if request.transfer else None,
             verified=request.canary is not None,
             warnings=[] if request.canary else [NOT_VERIFIED],
             backends={backend.id: BackendUpdate() for backend in targets},
