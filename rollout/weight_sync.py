@@ -18,7 +18,14 @@ from itertools import accumulate
 from typing import Any
 
 from rollout.errors import RolloutError
-from rollout.schema.policy import Canary, PolicyUpdate, TransferBackend, UpdateState, WeightTransfer
+from rollout.schema.policy import (
+    BackendUpdateState,
+    Canary,
+    PolicyUpdate,
+    TransferBackend,
+    UpdateState,
+    WeightTransfer,
+)
 from rollout.sync import Client
 
 PATIENCE_S = 60.0
@@ -69,8 +76,11 @@ class WeightSync:
         """The latest."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Connect the backends, whose weights stay as they are."""
-        self._tell(None, init_info=init_info)
+        """Connect the backends, whose weights stay as they are; others than those wait for a sending."""
+        update = self._tell(None, init_info=init_info)
+        for backend in update.backends.values():
+            if backend.state is BackendUpdateState.FAILED or "connect" not in backend.seconds:
+                raise WeightsNotSent(update)
 
     def start_weight_update(self) -> None:
         """Nothing: the service begins when it is told what comes."""
@@ -81,14 +91,16 @@ class WeightSync:
         if (handles := info.pop("ipc_handles", None)) is not None:
             # As vLLM's own HTTP client does. Engines read it with VLLM_ALLOW_INSECURE_SERIALIZATION=1 only.
             info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode()
-        self._tell(
+        update = self._tell(
             self.canary, update_info={name: value for name, value in info.items() if value is not None}
         )
+        if update.state is not UpdateState.DONE:
+            raise WeightsNotSent(update)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """Nothing: the service has done it, before the engines sampled again."""
 
-    def _tell(self, canary: Canary | None, **infos: Any) -> None:
+    def _tell(self, canary: Canary | None, **infos: Any) -> PolicyUpdate:
         self.update = self._client.update_policy(
             self.version,
             transfer=WeightTransfer(**self._kind, **infos),
@@ -97,5 +109,4 @@ class WeightSync:
             wait=self._timeout_s + PATIENCE_S,
             **self._options,
         )
-        if self.update.state is not UpdateState.DONE:
-            raise WeightsNotSent(self.update)
+        return self.update

@@ -65,6 +65,8 @@ class Exchange:
                 if transfer is not None and transfer.init_info is not None:
                     with self._timed("connect"):
                         engine.connect(transfer)
+                    if transfer.update_info is None and not self._has_wanted_weights():
+                        return self._leave_connected(report)
                 self._enter(BackendUpdateState.LOADING, report)
                 loading = True
                 with self._timed("reload"):
@@ -115,6 +117,18 @@ class Exchange:
         engine.label(request.version)
         if request.reset_prefix_cache:
             engine.reset_cache()
+
+    def _has_wanted_weights(self) -> bool:
+        backend = self._backend
+        return backend.healthy and self._backends.wanted_version() in (None, backend.policy_version)
+
+    def _leave_connected(self, report: Report) -> BackendUpdate:
+        """Its weights are others, or half of some: they get no label, and it waits for those to come."""
+        if self._backend.healthy:
+            self._engine.resume()
+        self._backends.resume(self._backend.id)
+        self._enter(BackendUpdateState.SKIPPED, report)
+        return self.progress
 
     def _give_up(self, error: Exception, *, intact: bool) -> None:
         """Leave a backend safe after a failed step.

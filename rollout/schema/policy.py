@@ -64,7 +64,7 @@ class WeightTransfer(Strict):
     init_info: dict[str, Any] | None = None
     """Given, the engines first join the group that it describes; None = they are in it already."""
     update_info: dict[str, Any] | None = None
-    """What the engines are to receive; None = nothing yet, they are connected and labelled."""
+    """What the engines are to receive; None = nothing yet. Those with the current weights get the label."""
 
     @model_validator(mode="after")
     def _complete(self) -> WeightTransfer:
@@ -173,7 +173,7 @@ class BackendUpdateState(StrEnum):
     """It serves the new weights."""
     FAILED = "failed"
     SKIPPED = "skipped"
-    """It was removed meanwhile."""
+    """It was removed meanwhile, or was to be connected only and has not the current weights."""
 
     @property
     def ended(self) -> bool:

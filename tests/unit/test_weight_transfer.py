@@ -34,10 +34,10 @@ def request(transfer=None, **fields) -> PolicyRequest:
     return PolicyRequest(version="v1", transfer=transfer or SENT, **fields)
 
 
-def exchange(asked: PolicyRequest, answers=None, *, fresh=True, **fields):
+def exchange(asked: PolicyRequest, answers=None, *, fresh=True, store=None, **fields):
     """An exchange with a vLLM that does what it is told, or answers as given: calls, words to placement, and
     the end."""
-    store, calls = Store(), []
+    store, calls = store or Store(), []
     routes = {f"POST {step}": {"message": "done"} for step in STEPS} | (answers or {})
     with describing(routes, calls) as url:
         done = Exchange(store, backend(url, **{**VLLM, **fields}), asked).run(lambda _: None, fresh=fresh)
@@ -67,6 +67,33 @@ def test_connecting_and_receiving_may_be_two_updates(part, absent):
     calls, _, done = exchange(request({**SENT, part: None}))
     assert done.state == "resumed"
     assert [path for path, _ in calls] == [step for step in STEPS if step not in absent]
+
+
+class Fleet(Store):
+    """Where new rollouts want version `v1`."""
+
+    def wanted_version(self) -> str:
+        return "v1"
+
+
+@pytest.mark.parametrize(
+    ("fields", "steps", "state"),
+    [
+        ({"policy_version": "v1"}, ["/pause", JOIN, LABEL, "/resume"], "resumed"),
+        # Started again from its checkpoint, say: it goes on, and its tokens are not labelled as others.
+        ({"policy_version": "default"}, ["/pause", JOIN, "/resume"], "skipped"),
+        # Half of a sending may be in it.
+        ({"policy_version": "v1", "healthy": False}, ["/pause", JOIN], "skipped"),
+    ],
+    ids=["current", "other", "unknown"],
+)
+def test_who_is_only_connected_gets_the_label_if_it_has_the_weights(fields, steps, state):
+    store = Fleet()
+    calls, words, done = exchange(request({**SENT, "update_info": None}), store=store, **fields)
+    assert [path for path, _ in calls] == steps
+    assert (done.state, done.error) == (state, None)
+    assert "connect" in done.seconds
+    assert (words == ["pause", "resume"]) == (state == "skipped"), "what is not healthy stays so"
 
 
 @pytest.mark.parametrize("step", STEPS[:3])
@@ -182,6 +209,7 @@ class Told:
 
     def __init__(self, *states: str) -> None:
         self.states, self.updates = list(states), []
+        self.backends = {"a": BackendUpdate(seconds={"connect": 0.1})}
 
     def update_policy(self, version, path=None, **fields) -> PolicyUpdate:
         patience = fields.pop("wait")
@@ -192,7 +220,7 @@ class Told:
             **self.updates[-1].model_dump(include={"version", "path", "mode"}),
             verified=False,
             state=self.states.pop(0),
-            backends={"a": BackendUpdate(error="backend a: no answer")},
+            backends=self.backends,
             created_at=0.0,
         )
 
@@ -213,9 +241,32 @@ def test_vllm_s_trainer_engine_finds_in_it_the_client_that_it_knows():
     assert (sent.transfer.init_info, sent.transfer.update_info) == (None, UPDATE)
     assert (sent.mode, sent.canary.token_ids) == ("abort", [1, 2])
     assert joined.transfer.id != sent.transfer.id
+    client.backends = {"a": BackendUpdate(state="failed", error="backend a: no answer")}
     with pytest.raises(WeightsNotSent, match="'step-1' are partly: backend a: no answer") as failed:
         sync.update_weights(UPDATE)
     assert failed.value.update is sync.update
+
+
+@pytest.mark.parametrize(
+    ("state", "backend_state", "seconds", "connected"),
+    [
+        ("failed", "skipped", {"connect": 0.1}, True),  # with other weights: the first sending mends it
+        ("failed", "skipped", {}, False),  # removed
+        ("failed", "failed", {"connect": 9.0}, False),
+        ("partly", "resumed", {"connect": 0.1}, True),
+    ],
+)
+def test_a_trainer_is_connected_when_all_have_joined_whatever_weights_they_have(
+    state, backend_state, seconds, connected
+):
+    client = Told(state)
+    client.backends = {"a": BackendUpdate(state=backend_state, seconds=seconds)}
+    sync = WeightSync(client, "step-0", gpus={"a": 1})
+    if connected:
+        sync.init_weight_transfer_engine(INIT)
+    else:
+        with pytest.raises(WeightsNotSent):
+            sync.init_weight_transfer_engine(INIT)
 
 
 def test_handles_of_memory_go_as_vllm_s_own_client_sends_them():
