@@ -19,6 +19,7 @@ from rollout.schema import Backend
 from services.state.backends.store import BackendStore
 from services.state.policy.store import HISTORY, Current, LeaseLost, PolicyStore, UpdateConflict
 from tests.helpers.stack import wait_until
+from workers.exchange import BROKEN_OFF
 from workers.weights import WeightUpdates, _each, _Leases
 
 BACKEND = Backend(id="b", url="http://127.0.0.1:9", model="m", tokenizer="t", max_model_len=64)
@@ -256,7 +257,8 @@ def sglang(name):
 
 def updated(store, fleet, engines, **request):
     """An update to `v1`, carried out."""
-    made, _ = store.create(PolicyRequest(version="v1", path="/ckpt", **request), fleet.list())
+    asked = PolicyRequest(**{"version": "v1", "path": "/ckpt", **request})
+    made, _ = store.create(asked, [fleet.get(name) for name in asked.backends or "abc"])
     with engines:
         WeightUpdates(store, fleet, "worker").carry_out(store.claim("worker", 30))
     return store.get(made.id)
@@ -289,6 +291,58 @@ def test_an_update_that_no_backend_takes_leaves_the_fleet_as_it_was(
     assert update.state == "failed" and "no such file" in update.backends["a"].error
     assert fleet.wanted_version() == version
     assert (store.current() and store.current().policy.version) == before
+
+
+SENT = {
+    "ranks": {"a": 1, "b": 2},
+    "init_info": {"master_address": "10.0.0.1", "master_port": 29500, "world_size": 3},
+    "update_info": {"names": ["model.weight"], "dtypes": ["bfloat16"], "shapes": [[2, 2]]},
+}
+
+
+def test_weights_that_the_trainer_sent_are_current_and_nobody_can_bring_them_again(store, fleet, redis):
+    paths = []
+    engines = Engines(fleet)
+    answer, records = engines.answer, set()
+
+    def noted(name, path):
+        paths.append((name, path))
+        records.add(redis.hget("policy:updates", redis.get("policy:active")))
+        return answer(name, path)
+
+    engines.answer = noted
+    update = updated(store, fleet, engines, path=None, transfer=SENT)
+    assert (update.state, update.transfer, update.path) == ("done", "nccl", None)
+    assert sorted(name for name, path in paths if path == "/update_weights_from_distributed") == ["a", "b"]
+    assert records and not any("model.weight" in record for record in records), "it is written at each step"
+    assert fleet.wanted_version() == "v1" == store.current().policy.version
+    # c was not in the group: new rollouts stay away until the trainer sends to it, too.
+    paths.clear()
+    with engines:
+        assert WeightUpdates(store, fleet, "worker").bring_current(fleet.get("c")) is None
+    assert paths == []
+    assert [fleet.get(name).policy_version for name in "abc"] == ["v1", "v1", "v0"]
+
+
+def test_a_sending_that_a_killed_worker_had_begun_fails_with_all_its_backends(store, fleet, redis):
+    asked = PolicyRequest(version="v1", transfer=SENT)
+    made, _ = store.create(asked, [fleet.get("a"), fleet.get("b")])
+    first = store.claim("one", 30)
+    with mock.patch("workers.weights._each", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        WeightUpdates(store, fleet, "one").carry_out(first)  # b has not even been paused
+    assert store.create(asked, [])[0].id == made.id, "the same sending, asked for again"
+    redis.delete("policy:lease")
+    engines, paths = Engines(fleet), []
+    answer = engines.answer
+    engines.answer = lambda name, path: paths.append(path) or answer(name, path)
+    with engines:
+        WeightUpdates(store, fleet, "two").carry_out(store.claim("two", 30))
+    update = store.get(made.id)
+    assert update.state == "failed"
+    assert all(BROKEN_OFF in backend.error for backend in update.backends.values())
+    assert paths == ["/pause_generation"] * 2, "their calls are ended, and they receive nothing"
+    assert [fleet.get(name).healthy for name in "abc"] == [False, False, True]
+    assert fleet.wanted_version() is None
 
 
 def test_a_worker_whose_lease_is_lost_writes_nothing_more_and_goes_to_no_further_backend(store, fleet, redis):
