@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 import structlog
 
@@ -36,6 +37,25 @@ _PATTERNS = (
 )
 
 _identity: dict[str, Any] = {}
+_hidden: list[str] = []
+"""Secrets that this process has read from files, the longest first: one may be the beginning of another."""
+MOST_HIDDEN = 1000
+T = TypeVar("T", str, bytes, bytearray)
+
+
+def hide(secret: str) -> None:
+    """Keep a secret out of all lines from now on, and out of what `masked` returns."""
+    shapes = {secret, json.dumps(secret)[1:-1], quote(secret, safe="")}.difference(_hidden)
+    _hidden[:] = sorted([*shapes, *_hidden][:MOST_HIDDEN], key=len, reverse=True)
+
+
+def masked(text: T) -> T:
+    """A text, or the bytes of one, without the secrets that were hidden."""
+    for secret in _hidden:
+        shape, mask = (secret, MASK) if isinstance(text, str) else (secret.encode(), MASK.encode())
+        if shape in text:
+            text = text.replace(shape, mask)
+    return text
 
 
 def identify(**fields: Any) -> None:
@@ -100,6 +120,7 @@ class Redactor:
 
     def text(self, value: str) -> str:
         """A text without the secrets in it."""
+        value = masked(value)
         for secret in self._values:
             if secret in value:
                 value = value.replace(secret, MASK)

@@ -179,6 +179,11 @@ class Settings(BaseModel):
     bundle_cache_mb: int = Field(
         4096, ge=1, description="MiB that it may hold; those used longest ago make room."
     )
+    engine_keys: str = Field(
+        "",
+        description="Directories, separated by colons, of files that name what calls to an LLM server "
+        "[carry](backends.md#keys); none = `engine-keys` in ROLLOUT_HOME.",
+    )
     backend_load: str = Field(
         "tokens",
         pattern="^(tokens|rollouts)$",

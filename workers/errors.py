@@ -17,6 +17,7 @@ from sandbox.errors import (
     SandboxTaken,
 )
 from sandbox.spec import Fate
+from services.logs import masked
 
 MAX_TRACEBACK = 8000
 """Characters of a traceback that are kept; the end says what happened."""
@@ -131,12 +132,12 @@ _NOT_THE_HANDLERS = {"builtins", "abc", "typing", "workers.handlers.base", "work
 def describe(error: BaseException, stage: Stage) -> ErrorInfo:
     """The record of a failure. Whatever has no blame of its own was raised by the handler: see `laid`."""
     blame = error.blame if isinstance(error, StageError) else Blame.HANDLER
-    lines = "".join(traceback.format_exception(error))
+    lines = masked("".join(traceback.format_exception(error)))
     return ErrorInfo(
         blame=blame,
         stage=stage,
         type=type(error).__name__,
         # What a sandbox or a model wrote may be in it, and half a surrogate pair in that.
-        message=str(error).encode(errors="replace").decode() or type(error).__name__,
+        message=masked(str(error)).encode(errors="replace").decode() or type(error).__name__,
         traceback=lines[-MAX_TRACEBACK:].encode(errors="replace").decode(),
     )

@@ -10,6 +10,9 @@ import requests
 import urllib3
 from pydantic_core import from_json
 
+from services.engines import credentials
+from services.logs import masked
+
 MOST_BYTES = 16 << 20
 """The most bytes of an answer that is no model call. The metrics of a large server have a megabyte."""
 CONNECT_S = 5.0
@@ -41,7 +44,7 @@ def root(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
-def ask(method: str, url: str, timeout_s: float, **options: Any) -> Answer:
+def ask(method: str, url: str, timeout_s: float, key: str | None = None, **options: Any) -> Answer:
     """An answer, read as far as is honest and never unpacked.
 
     It is asked for past a proxy of the environment, as the workers' model calls are, and by a connection of
@@ -49,9 +52,11 @@ def ask(method: str, url: str, timeout_s: float, **options: Any) -> Answer:
 
     Args:
         timeout_s: Most seconds without a byte, and most for the whole body; `CONNECT_S` at most to connect.
+        key: Of the server as it is registered; it is in no part of the answer.
         options: Of `requests`, such as `json` and `params`.
 
     Raises:
+        KeyProblem: The key cannot be used.
         BoundlessAnswer: It is too long.
         requests.ReadTimeout: It comes too slowly, in whole or in part.
         requests.RequestException: As the library has it.
@@ -63,7 +68,7 @@ def ask(method: str, url: str, timeout_s: float, **options: Any) -> Answer:
         with http.request(
             method,
             url,
-            headers={"Accept-Encoding": "identity", "Connection": "close"},
+            headers={"Accept-Encoding": "identity", "Connection": "close"} | credentials.headers(key),
             timeout=(min(CONNECT_S, timeout_s), timeout_s),
             allow_redirects=False,
             stream=True,
@@ -83,13 +88,13 @@ def ask(method: str, url: str, timeout_s: float, **options: Any) -> Answer:
                 raise requests.ReadTimeout(str(error)) from error
             except urllib3.exceptions.HTTPError as error:
                 raise requests.ConnectionError(str(error)) from error
-    return Answer(url, response.status_code, response.reason or "", bytes(body))
+    return Answer(url, response.status_code, masked(response.reason or ""), masked(bytes(body)))
 
 
 def text_of(error: requests.RequestException) -> str:
     """What went wrong, without what `requests` says of tries that were not made."""
     cause = error.args[0] if error.args else error
-    return f"{type(error).__name__}: {getattr(cause, 'reason', cause)}"
+    return masked(f"{type(error).__name__}: {getattr(cause, 'reason', cause)}")
 
 
 def json_object(answer: Answer) -> dict[str, Any]:

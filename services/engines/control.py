@@ -1,6 +1,6 @@
 """What an engine is told when its weights change: pause, load, label, resume, and a canary's question.
 
-The routes are an operator's (vLLM: `VLLM_SERVER_DEV_MODE=1`) and carry no credentials: private networks only.
+The routes are an operator's (vLLM: `VLLM_SERVER_DEV_MODE=1`): with a key, or on private networks only.
 Every step but `receive` may be repeated, because another worker may have to begin again where one was killed.
 """
 
@@ -17,6 +17,7 @@ from rollout.schema import Backend
 from services.engines import engine_of
 from services.engines.address import Answer, ask, json_object, root, text_of
 from services.engines.base import BrokenAnswer
+from services.engines.credentials import refusal
 
 GIVE_UP_S = 10.0
 """Time limit of the calls that leave an engine safe after the update's own limit has passed."""
@@ -112,7 +113,7 @@ class Control(ABC):
         if rest_s <= 0:
             raise ControlError(f"{where}: not begun, the update's {self._timeout_s:g} s are over")
         try:
-            answer = ask("POST", self._root + path, rest_s, json=body, params=query)
+            answer = ask("POST", self._root + path, rest_s, self.backend.key, json=body, params=query)
         except requests.Timeout as error:
             raise ControlError(f"{where}: no answer within {rest_s:.3g} s ({type(error).__name__})") from None
         except requests.RequestException as error:
@@ -120,7 +121,9 @@ class Control(ABC):
         if 200 <= answer.status < 300:
             # Engines answer some routes with nothing, or with a word.
             return json_object(answer)
-        message = f"{where}: HTTP {answer.status}: {_reason(answer)}"
+        message = (
+            f"{where}: HTTP {answer.status}: {_reason(answer)}{refusal(answer.status, self.backend.key)}"
+        )
         if answer.status in (404, 405):
             message += self.missing
         raise ControlError(message, answer.status)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import requests
 
 from rollout.schema import Backend, BackendRequest, EngineApi, EngineName
 from services.engines.address import ask, json_object, root, text_of
+from services.engines.credentials import REFUSED, KeyProblem, refusal
 from services.engines.stats import MOST, WEIGHT_ROUTES, samples, version_in
 from services.state.backends.store import BackendStore
 
@@ -42,7 +44,9 @@ def describe(request: BackendRequest) -> Backend:
     """
     url = root(request.url)
     try:
-        return _Server(url).describe(request)
+        return _Server(url, request.key).describe(request)
+    except KeyProblem as error:
+        raise DescribeError("key", str(error)) from None
     except requests.RequestException as error:
         text = f"{url} does not answer as an LLM server: {text_of(error)}"
         raise DescribeError("url", text) from error
@@ -51,8 +55,10 @@ def describe(request: BackendRequest) -> Backend:
 class _Server:
     """One server under examination."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, key: str | None) -> None:
         self._url = url
+        self._key = key
+        self._ask = partial(ask, key=key)
 
     def describe(self, request: BackendRequest) -> Backend:
         card = self._card(request.model)
@@ -76,17 +82,21 @@ class _Server:
             routed_experts=bool(info.get("enable_return_routed_experts")),
             capacity_tokens=request.capacity_tokens or self._capacity(engine, info),
             max_rollouts=request.max_rollouts,
+            key=request.key,
             policy_version=version_in(self._weights(engine)),
         )
 
     def _get(self, path: str, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
         """The object at a path; empty when the server has none there."""
-        answer = ask("GET", self._url + path, timeout_s)
+        answer = self._ask("GET", self._url + path, timeout_s)
         return json_object(answer) if answer.status == 200 else {}
 
     def _card(self, model: str | None) -> dict[str, Any]:
         """The entry of the model in `/v1/models`."""
-        answer = ask("GET", f"{self._url}/v1/models", TIMEOUT_S)
+        answer = self._ask("GET", f"{self._url}/v1/models", TIMEOUT_S)
+        if answer.status in REFUSED:
+            why = f"HTTP {answer.status}{refusal(answer.status, self._key)}"
+            raise DescribeError("key", f"{self._url}/v1/models: {why}")
         if answer.status != 200:
             raise requests.HTTPError(f"{self._url}/v1/models: HTTP {answer.status} {answer.reason}")
         try:
@@ -116,7 +126,7 @@ class _Server:
             return "sglang"
         # An empty request: 400 or 422 means the route is there; vLLM without --enable-scale-out answers
         # 403 or 404.
-        answer = ask("POST", f"{self._url}/inference/v1/generate", TIMEOUT_S, json={})
+        answer = self._ask("POST", f"{self._url}/inference/v1/generate", TIMEOUT_S, json={})
         return "completions" if answer.status in (403, 404, 405) else "generate"
 
     def _info(self) -> dict[str, Any]:
@@ -147,7 +157,7 @@ class _Server:
         if engine == "sglang":
             each = _positive(info.get("max_total_num_tokens"))
             return each and each * (_positive(info.get("dp_size")) or 1)
-        answer = ask("GET", f"{self._url}/metrics", TIMEOUT_S)
+        answer = self._ask("GET", f"{self._url}/metrics", TIMEOUT_S)
         return capacity_of_vllm(answer.text) if answer.status == 200 else None
 
     def _weights(self, engine: EngineName) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rollout.schema import Backend, BackendStats
 from services.engines.address import Answer, ask, json_object, root, text_of
 from services.engines.checks import as_version
+from services.engines.credentials import refusal
 
 HEALTH_TIMEOUT_S = 5.0
 """An idle server answers in milliseconds; one that samples on all its cores has taken a second."""
@@ -66,7 +67,7 @@ def probe(backend: Backend, timeout_s: float = HEALTH_TIMEOUT_S) -> BackendStats
     """
     answer = _ask(backend, "/health", timeout_s)
     if answer.status != 200:
-        raise ProbeError(f"{answer.url}: HTTP {answer.status}: {answer.text[:200]}")
+        raise ProbeError(_refused(backend, answer))
     return read_stats(backend, timeout_s)
 
 
@@ -111,21 +112,28 @@ def current_version(backend: Backend, timeout_s: float = HEALTH_TIMEOUT_S) -> st
     None when it does not say (vLLM tells only with `VLLM_SERVER_DEV_MODE=1`).
 
     Raises:
-        ProbeError: It cannot be reached.
+        ProbeError: It cannot be reached, or does not accept its key.
     """
     for route in WEIGHT_ROUTES[backend.engine]:
         answer = _ask(backend, route, timeout_s)
         if answer.status == 200:
             return version_in(json_object(answer))
+        if answer.status == 401 and backend.key:
+            # /health is open to all, calls are not.
+            raise ProbeError(_refused(backend, answer))
     return None
 
 
 def _ask(backend: Backend, path: str, timeout_s: float) -> Answer:
     url = root(backend.url) + path
     try:
-        return ask("GET", url, timeout_s)
+        return ask("GET", url, timeout_s, backend.key)
     except requests.RequestException as error:
         raise ProbeError(f"{url}: {text_of(error)}") from error
+
+
+def _refused(backend: Backend, answer: Answer) -> str:
+    return f"{answer.url}: HTTP {answer.status}: {answer.text[:200]}{refusal(answer.status, backend.key)}"
 
 
 def version_in(info: dict[str, Any]) -> str | None:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from aiohttp import web
 
+from services.guard.engine_token import VARIABLE, TokenFile
+
 log = logging.getLogger("services.inference")
 
 GIB = 2**30
@@ -28,8 +30,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; option names follow vLLM's where it has them."""
     parser = argparse.ArgumentParser(prog="python -m services.inference", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="directory in Hugging Face's format")
-    parser.add_argument("--host", default="127.0.0.1", help="no credentials are checked: keep it private")
+    parser.add_argument("--host", default="127.0.0.1", help="without a token: keep it private")
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument(
+        "--token-file",
+        default=os.environ.get(VARIABLE),
+        help=f"private file with the tokens that it asks for; default: {VARIABLE}, else it asks for none",
+    )
     parser.add_argument("--served-model-name", help="default: the value of --model")
     parser.add_argument("--max-model-len", type=int, help="tokens; default: the model's context")
     parser.add_argument("--max-num-seqs", type=int, default=128, help="sequences sampled together")
@@ -46,6 +53,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 async def serve(args: argparse.Namespace) -> None:
     """Run until SIGTERM or SIGINT. ValueError when the model or the options cannot be served."""
     started = time.monotonic()
+    tokens = TokenFile(args.token_file) if args.token_file else None
     # Imported late: `--help` and bad options need no torch.
     import torch
 
@@ -68,7 +76,10 @@ async def serve(args: argparse.Namespace) -> None:
     engine = Engine(model, served_name, args.max_num_seqs, capacity)
     engine.start()
     runner = web.AppRunner(
-        create_app(engine), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_GRACE
+        create_app(engine, tokens),
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=SHUTDOWN_GRACE,
     )
     await runner.setup()
     await web.TCPSite(runner, args.host, args.port).start()

@@ -1,6 +1,6 @@
 """Control routes for a trainer: pause, resume, weights and their version.
 
-They carry no credentials, like vLLM's dev-mode routes: bind to loopback or to a private network.
+Without a token they answer whoever asks, like vLLM's dev-mode routes: loopback or a private network.
 """
 
 from __future__ import annotations

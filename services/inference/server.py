@@ -14,6 +14,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, Strict, ValidationError
 
+from services.guard.engine_token import OPEN, REFUSAL, TokenFile
 from services.inference import control
 from services.inference.control import ENGINE, RequestError, read_object
 from services.inference.engine import Engine, EngineError, Sequence
@@ -34,6 +35,7 @@ BACKEND = "rollout-embedded"
 
 ERROR_TYPES = {
     400: "BadRequestError",
+    401: "AuthenticationError",
     404: "NotFoundError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
@@ -42,9 +44,20 @@ ERROR_TYPES = {
 routes = web.RouteTableDef()
 
 
-def create_app(engine: Engine) -> web.Application:
-    """The application for one model; the engine must have been started."""
-    app = web.Application(middlewares=[_errors], client_max_size=MAX_BODY)
+def create_app(engine: Engine, tokens: TokenFile | None = None) -> web.Application:
+    """The application for one model; the engine must have been started.
+
+    Args:
+        tokens: Asked for on every route but /health; None = it answers whoever asks.
+    """
+
+    @web.middleware
+    async def guard(request: web.Request, handler) -> web.StreamResponse:
+        if tokens and request.path != OPEN and not tokens.permits(request.raw_headers):
+            raise RequestError(REFUSAL, status=401)
+        return await handler(request)
+
+    app = web.Application(middlewares=[_errors, guard], client_max_size=MAX_BODY)
     app[ENGINE] = engine
     app.add_routes([*routes, *control.routes])
     return app

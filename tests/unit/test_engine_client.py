@@ -89,6 +89,8 @@ def test_a_good_answer_is_a_completion():
         (answer(500, b"boom"), "HTTP 500: boom"),
         (answer(503, b"draining"), "HTTP 503"),
         (answer(429, b"full"), "HTTP 429"),
+        (answer(401, b"who are you"), r"HTTP 401: who are you \(no key was sent"),
+        (answer(403, b"not you"), "HTTP 403: not you"),
         (answer(408, b"slow"), "HTTP 408"),
         (answer(body=good()[:40], length=400), "Payload"),
         (answer(body=good()[:40]), "no JSON"),
@@ -105,7 +107,7 @@ def test_a_backend_that_fails_leaves_the_call_to_another_one(data, message):
     assert not caught.value.aborted
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 422])
+@pytest.mark.parametrize("status", [400, 404, 422])
 def test_a_call_that_is_refused_would_be_refused_elsewhere_too(status):
     with pytest.raises(ModelError, match=f"HTTP {status}: max_tokens is too large"):
         called(answer(status, b"max_tokens is too large"))

@@ -12,10 +12,11 @@ import msgspec
 from pydantic_core import from_json
 
 from rollout.schema import Backend
-from services.engines import engine_of
+from services.engines import credentials, engine_of
 from services.engines.address import root
 from services.engines.base import BrokenAnswer, CallAborted, Completion, SampleRequest
 from services.engines.wire import Partial
+from services.logs import masked
 from workers.agent.pieces import EVENTS, Watch, events
 from workers.errors import ModelError
 
@@ -26,8 +27,8 @@ SAMPLED_BYTES = 1024
 """Bytes of one sampled id with its log-prob; the wordiest format takes 150."""
 CONTEXT_BYTES = 8192
 """Bytes of one id of prompt or answer: an echo, and the expert choices of the largest mixtures in base64."""
-TRY_ELSEWHERE = frozenset({408, 429})
-"""Beside 5xx: the answers of a proxy or of a full queue, which say nothing about the request itself."""
+TRY_ELSEWHERE = credentials.REFUSED | {408, 429}
+"""Beside 5xx: a key, a proxy or a full queue is at fault, which says nothing about the request itself."""
 
 
 _encode = msgspec.json.Encoder().encode
@@ -38,7 +39,7 @@ class BackendUnavailable(Exception):
     """The backend is away, overloaded or broken; another one may serve the same call."""
 
     def __init__(self, message: str, aborted: bool = False) -> None:
-        super().__init__(message)
+        super().__init__(masked(message))
         self.aborted = aborted
         """True: the backend lives and ended the call itself (a weight update), so it may take it again."""
 
@@ -77,8 +78,8 @@ class EngineClient:
                 An engine that answers whole (it sends no event stream) tells it nothing.
 
         Raises:
-            BackendUnavailable: No usable answer: connection, time-out, 408, 429, 5xx, an aborted call, a body
-                that is cut off, too long or no JSON.
+            BackendUnavailable: No usable answer: connection, time-out, 401, 403, 408, 429, 5xx, an aborted
+                call, a body that is cut off, too long or no JSON.
             BrokenCall: The answer breaks the contract, or is none to this call.
             ModelError: The engine refused the call (other 4xx).
         """
@@ -126,18 +127,19 @@ class EngineClient:
                     url,
                     data=_encode(call.body),
                     # vLLM takes the id from here where a proxy would else write one of its own.
-                    headers={"Content-Type": "application/json", "X-Request-Id": request.call_id},
+                    headers={"Content-Type": "application/json", "X-Request-Id": request.call_id}
+                    | credentials.headers(self.backend.key),
                     allow_redirects=False,
                 ) as response,
             ):
                 if stream and response.status < 300 and response.content_type == EVENTS:
                     async for data in events(response.content, most, request.max_tokens):
-                        event = _json(data, where)
+                        event = _json(masked(data), where)
                         if isinstance(event, dict) and event.get("error"):
                             raise BackendUnavailable(f"{where}: the stream failed: {event['error']!s:.500}")
                         yield False, event
                     return
-                body = await _read(response.content, most)
+                body = masked(await _read(response.content, most))
         except BrokenAnswer as error:
             raise BrokenCall(f"{where}: {error}") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -146,6 +148,7 @@ class EngineClient:
             raise BackendUnavailable(f"{where}: {type(error).__name__}: {error}") from error
         if response.status >= 300:
             text = f"{where}: HTTP {response.status}: {body[:500].decode(errors='replace')}"
+            text += credentials.refusal(response.status, self.backend.key)
             if not 400 <= response.status < 500 or response.status in TRY_ELSEWHERE:
                 raise BackendUnavailable(text)
             raise ModelError(text)
