@@ -51,6 +51,8 @@ class AsyncService(Gateway):
         capacity_tokens: int | None = None,
         max_rollouts: int | None = None,
         drain: bool = False,
+        key: str | None = None,
+        policies: dict[str, str | None] | None = None,
     ) -> Backend:
         """Register an LLM server; one that is registered already is described anew. See `BackendRequest`."""
         request = BackendRequest(
@@ -62,6 +64,8 @@ class AsyncService(Gateway):
             capacity_tokens=capacity_tokens,
             max_rollouts=max_rollouts,
             drain=drain,
+            key=key,
+            policies=policies,
         )
         return await self.fetch(Backend, "POST", "/v1/backends", body=request)
 

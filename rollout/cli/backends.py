@@ -51,6 +51,7 @@ def list_backends(as_json: bool, url: str | None) -> None:
 @click.option("--tokenizer", help="Path or hub name. [default: as the server says]")
 @click.option("--logprobs-mode", type=click.Choice(["raw_logprobs", "processed_logprobs"]))
 @click.option("--capacity-tokens", type=click.IntRange(1), help="Size of its cache. [default: as it says]")
+@click.option("--key", help="Name of the file in ROLLOUT_ENGINE_KEYS whose token its calls carry.")
 @click.option("--max-rollouts", type=click.IntRange(1), help="Most at once. [default: as its cache has room]")
 @url_option
 def add_backend(server: str, backend_id: str | None, url: str | None, **fields: Any) -> None:

@@ -43,8 +43,7 @@ def headers(key: str | None) -> dict[str, str]:
         return {}
     if not _NAME.fullmatch(key):
         raise KeyProblem(f"engine key {key!r:.140} is no plain name of a file")
-    places = settings().engine_keys or str(paths.home() / "engine-keys")
-    for directory in filter(None, places.split(":")):
+    for directory in directories(settings().engine_keys):
         path = Path(directory) / key
         try:
             look = _look(path.lstat())
@@ -61,6 +60,11 @@ def headers(key: str | None) -> dict[str, str]:
         f"there is no engine key {key!r} here: write its token into a file of that name, mode 600, in the "
         "directory ROLLOUT_ENGINE_KEYS of the gateway and of each worker"
     )
+
+
+def directories(chosen: str) -> list[str]:
+    """Where files of keys may be, as the setting says."""
+    return list(filter(None, (chosen or str(paths.home() / "engine-keys")).split(":")))
 
 
 def refusal(status: int, key: str | None) -> str:

@@ -18,6 +18,7 @@ import requests
 from rollout import account
 from rollout.schema import Stage
 from services import flower as monitor
+from services.engines import credentials
 from services.engines.address import ask, text_of
 from services.launch import paths
 from services.launch.supervisor import Part
@@ -41,6 +42,7 @@ def closed_to_sandboxes(env: Mapping[str, str], directory: Path) -> str:
     """`ROLLOUT_SANDBOX_CLOSED` with what holds keys, data or tasks: ours, and the account's services."""
     bundles = env.get("ROLLOUT_BUNDLE_CACHE") or str(paths.home() / "bundles")
     places = [env.get("ROLLOUT_SANDBOX_CLOSED"), str(directory), bundles]
+    places += credentials.directories(env.get("ROLLOUT_ENGINE_KEYS", ""))
     with suppress(RuntimeError):  # an account without a home announces nothing
         places.append(str(account.directory().absolute()))
     return ":".join(filter(None, places))

@@ -30,6 +30,7 @@ from typing import Any
 
 from aiohttp import web
 
+from services.guard.engine_token import OPEN, VARIABLE, TokenFile
 from tests.helpers.engine_faults import EngineDied, Fault, Faults
 from tests.helpers.engine_lies import LIES, Raw, tell
 from tests.helpers.engine_model import EngineModel, PromptTooLong, Sequence, Timing
@@ -292,10 +293,15 @@ class FakeEngine:
         return tell(name, honest, call)
 
 
-def create_app(engine: FakeEngine) -> web.Application:
-    """The HTTP server of an engine. An engine that dies takes the process along."""
+def create_app(engine: FakeEngine, tokens: TokenFile | None = None) -> web.Application:
+    """The HTTP server of an engine. An engine that dies takes the process along.
+
+    One that has tokens asks for one, and is indiscreet: its errors repeat the headers that it was sent.
+    """
 
     async def handle(request: web.Request) -> web.StreamResponse:
+        if tokens and request.path != OPEN and not tokens.permits(request.raw_headers):
+            return web.json_response(_indiscreet(request), status=401)
         body = None
         if request.can_read_body:
             try:
@@ -308,6 +314,8 @@ def create_app(engine: FakeEngine) -> web.Application:
             status, reply = await engine.request(request.method, request.path, body, dict(request.query))
         except EngineDied:
             os._exit(EXIT_OF_THE_DEAD)
+        if tokens and status >= 400:
+            reply = _indiscreet(request)
         if reply is None or isinstance(reply, str):
             return web.Response(status=status, text=reply, content_type="text/plain")
         if isinstance(reply, Events):
@@ -328,6 +336,10 @@ def create_app(engine: FakeEngine) -> web.Application:
     app = web.Application(client_max_size=MAX_BODY)
     app.router.add_route("*", "/{path:.*}", handle)
     return app
+
+
+def _indiscreet(request: web.Request) -> dict[str, Any]:
+    return {"error": {"message": f"refused, with {dict(request.headers)}", "code": 400}}
 
 
 async def _cut(request: web.Request, payload: bytes) -> web.StreamResponse:
@@ -375,6 +387,7 @@ def main() -> None:
     parser.add_argument("--answer-tokens", type=int, nargs=2, metavar=("LEAST", "MOST"))
     parser.add_argument("--ends", type=int, metavar="N", help="one id in N ends the answer")
     parser.add_argument("--script", metavar="MODULE:FUNCTION", help="(prompt ids, call number) to ids")
+    parser.add_argument("--token-file", default=os.environ.get(VARIABLE), help="tokens that it asks for")
     options = parser.parse_args()
     script = None
     if options.script:
@@ -392,6 +405,7 @@ def main() -> None:
 
 
 async def _serve(options: argparse.Namespace, language: FakeLanguage, timing: Timing) -> None:
+    tokens = TokenFile(options.token_file) if options.token_file else None
     engine = FakeEngine(
         EngineModel(
             capacity_tokens=options.capacity_tokens,
@@ -408,7 +422,7 @@ async def _serve(options: argparse.Namespace, language: FakeLanguage, timing: Ti
         keep=options.keep,
     )
     # Without it a client that closes its connection would leave its call in the engine.
-    runner = web.AppRunner(create_app(engine), handler_cancellation=True, access_log=None)
+    runner = web.AppRunner(create_app(engine, tokens), handler_cancellation=True, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, options.host, options.port).start()
     await asyncio.Event().wait()

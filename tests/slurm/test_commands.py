@@ -17,7 +17,7 @@ from services.launch.slurm import engine, place, plan, scheduler, site
 from services.launch.slurm.commands import slurm
 from services.launch.slurm.place import Place, Scratch
 from services.launch.slurm.plan import Engines, UpOptions
-from services.launch.slurm.rundir import Member, RunDir, Submitted
+from services.launch.slurm.rundir import ENGINE_KEY, Member, RunDir, Submitted
 from tests.helpers.stack import ROOT
 
 SITE = """
@@ -117,11 +117,13 @@ def test_inside_an_allocation_its_nodes_are_used(tmp_path):
 
 
 def test_the_environment_of_jobs_is_shell_that_says_what_was_meant(tmp_path, site_file):
-    options = UpOptions(2, engines=Engines(1, "org/model", "serve '{model}' --port {port}"))
+    options = UpOptions(2, engines=Engines(1, "org/model", "serve '{model}' --port {port}", policy="judge"))
     environ = {
         "ROLLOUT_HANDLERS": "mine:It's",
         "ROLLOUT_URL": "http://elsewhere",
         "ROLLOUT_NODE": "login",
+        "ROLLOUT_ENGINE_KEYS": "/my/keys:/shared/keys",
+        "ROLLOUT_ENGINE_TOKEN_FILE": "/my/engine",
         "AWS_SECRET": "no",
         "PYTHONPATH": "/my/handlers",
     }
@@ -142,8 +144,11 @@ def test_the_environment_of_jobs_is_shell_that_says_what_was_meant(tmp_path, sit
     assert values["ROLLOUT_SLURM_SCRATCH"] == "/scratch/ann"
     assert values["ROLLOUT_IMAGES"] == "/shared/images" and values["HF_HOME"] == "/shared/hf"
     assert values["ROLLOUT_SLURM_ENGINE_COMMAND"] == "serve '{model}' --port {port}"
+    assert values["ROLLOUT_SLURM_ENGINE_POLICY"] == "judge"
+    # The user's own stay beside those of the service's engines.
+    assert values["ROLLOUT_ENGINE_KEYS"] == f"{tmp_path}/run/engine-keys:/my/keys:/shared/keys"
     assert values["PYTHONPATH"] == f"{ROOT}:/my/handlers"
-    assert not {"ROLLOUT_URL", "ROLLOUT_NODE", "AWS_SECRET"} & values.keys()
+    assert not {"ROLLOUT_ENGINE_TOKEN_FILE", "ROLLOUT_URL", "ROLLOUT_NODE", "AWS_SECRET"} & values.keys()
 
 
 @pytest.mark.parametrize(
@@ -205,6 +210,12 @@ def test_a_site_file_that_cannot_be_is_refused_by_its_key(tmp_path, text, messag
     ("arguments", "env", "status", "words"),
     [
         (("up", "--dry-run", "--engine-nodes", 1), {}, 1, "--engine-model or --engine-command"),
+        (
+            ("up", "--dry-run", "--engine-nodes", 1, "--engine-model", "m", "--engine-policy", "../x"),
+            {},
+            1,
+            "no policy's name",
+        ),
         (("up", "--attach", "--dry-run", "--one-job"), {}, 2, "leave out"),
         (("up", "--attach", "--nodes", 2), {"SLURM_JOB_ID": "17"}, 2, "leave out --nodes"),
         (("up", "--dry-run", "--one-job", "--nodes", 0), {}, 1, "needs --nodes of at least 1"),
@@ -270,6 +281,18 @@ def test_the_run_directory_and_what_is_secret_in_it_are_the_owner_s_alone(tmp_pa
     assert stat.S_IMODE(directory.path.stat().st_mode) == 0o700
     for path in (directory.redis / "password", directory.key_file, directory.environment):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+
+
+def test_engines_of_a_service_that_begins_get_a_token_of_their_own(directory):
+    def token():
+        directory.renew_engine_key()
+        path = directory.engine_keys / ENGINE_KEY
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(directory.engine_keys.stat().st_mode) == 0o700
+        return path.read_text().strip()
+
+    first, second = token(), token()
+    assert first != second and len(first) == len(second) == 43
 
 
 def test_a_run_directory_keeps_what_members_and_commands_say(directory, tmp_path):
@@ -354,6 +377,11 @@ def test_the_command_of_a_server_names_model_address_and_gpus():
     command = engine.server_command({"ROLLOUT_SLURM_ENGINE_MODEL": "org/m"}, "10.0.0.7", 8000, 2)
     assert command[:3] == ["vllm", "serve", "org/m"] and "--enable-scale-out" in command
     assert command[command.index("--tensor-parallel-size") + 1] == "2"
+    # A service that an older release began has no token, and workers that would bring none.
+    assert "--middleware" not in command
+    guarded = {"ROLLOUT_SLURM_ENGINE_MODEL": "org/m", "ROLLOUT_ENGINE_TOKEN_FILE": "/run/token"}
+    command = engine.server_command(guarded, "10.0.0.7", 8000, 2)
+    assert command[command.index("--middleware") + 1] == "engine_token.RequireToken"
     own = {"ROLLOUT_SLURM_ENGINE_COMMAND": "{python} -m serve 'a b' {host}:{port}"}
     assert engine.server_command(own, "h", 1, 0) == [sys.executable, "-m", "serve", "a b", "h:1"]
     with pytest.raises(SlurmError, match="ENGINE_MODEL is not set"):

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from rollout.cli.common import node_shown, show_view
 from rollout.errors import RolloutError
+from rollout.schema.base import DEFAULT_POLICY
 from services.launch import SlurmError, StackError, paths
 from services.launch.parts import STAGES
 from services.launch.slurm import plan, site
@@ -73,6 +74,7 @@ def slurm() -> None:
 @click.option("--engine-model", help="Model that `vllm serve` serves.")
 @click.option("--engine-gpus", type=click.IntRange(0), default=1, help="GPUs of one server. [default: 1]")
 @click.option("--engine-command", help="Instead of `vllm serve`; {model} {host} {port} {gpus} are filled in.")
+@click.option("--engine-policy", default=DEFAULT_POLICY, help="Policy that they serve. [default: default]")
 @click.option("--partition", help="Partition of every job; by role in the site file.")
 @click.option("--account", help="Account of every job.")
 @click.option("--qos", help="Quality of service of every job.")

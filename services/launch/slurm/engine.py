@@ -7,17 +7,20 @@ import os
 import shlex
 import sys
 import time
+from pathlib import Path
 
 import structlog
 
 from rollout.client import Client, RolloutError
+from rollout.schema.base import DEFAULT_POLICY
+from services.guard import engine_token as guard
 from services.launch import SlurmError
 from services.launch.parts import answers, pick_port
 from services.launch.slurm import place as places
 from services.launch.slurm.job import MemberJob
 from services.launch.slurm.place import Place
 from services.launch.slurm.plan import ENGINE
-from services.launch.slurm.rundir import UP, Head, RunDir
+from services.launch.slurm.rundir import ENGINE_KEY, UP, Head, RunDir
 from services.launch.supervisor import LOOK_S, Interrupted, Part
 
 log = structlog.get_logger("slurm")
@@ -26,6 +29,9 @@ VLLM = (
     "vllm serve {model} --host {host} --port {port} --tensor-parallel-size {gpus} --enable-scale-out "
     "--logprobs-mode processed_logprobs --enable-prompt-tokens-details"
 )
+GUARD = " --middleware engine_token.RequireToken"
+"""Has vLLM ask for a token before all that its dev mode opens: who reaches that may run anything."""
+TRAINABLE = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 START_S = 1800.0
 """For a server to answer: a large model is read from a parallel file system."""
 CHECK_EVERY_S = 15.0
@@ -43,24 +49,34 @@ class EngineJob(MemberJob):
         super().__init__(run, place, ENGINE)
         self._urls: dict[str, str] = {}
         self._checked = float("-inf")
+        self._key: str | None = None
 
     def _start_programs(self) -> None:
         address = places.address(self.place.node)
         env = self._environment("ROLLOUT_URL", "ROLLOUT_API_KEY", "ROLLOUT_REDIS_URL")
         # torch would make one in /tmp and leave it there.
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(self.scratch.path / "torchinductor"))
+        token = self.run_dir.engine_keys / ENGINE_KEY
+        if token.exists():  # not where an older release began the service
+            self._key = ENGINE_KEY
+            env[guard.VARIABLE] = str(token)
+            env["PYTHONPATH"] = f"{Path(guard.__file__).parent}{os.pathsep}{env.get('PYTHONPATH', '')}"
         patience_s = float(os.environ.get("ROLLOUT_SLURM_ENGINE_START_S") or START_S)
         taken: set[int] = set()
         servers = []
         for number, devices in enumerate(device_sets(os.environ)):
             port = pick_port([], taken, address)
             name = f"engine-{number}"
-            command = server_command(os.environ, address, port, len(devices))
+            command = server_command(env, address, port, len(devices))
+            if GUARD.split()[-1] in command:
+                env |= TRAINABLE
             visible = {"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}
             servers.append(self._spawn(Part(name, command), env | visible))
             self._urls[f"{self.place.name}-{number}"] = f"http://{address}:{port}"
         for server, url in zip(servers, self._urls.values(), strict=True):
             self.supervisor.wait_for(server, lambda url=url: self._why_not(url), patience_s)
+            if answers(f"{url}/v1/models") is None:
+                log.warning("it answers without a token, so whoever reaches it may use it", url=url)
         self._publish()
 
     def _why_not(self, url: str) -> str | None:
@@ -79,6 +95,8 @@ class EngineJob(MemberJob):
         """Have the gateway know every server of ours; again when a head came back without its data."""
         if (head := self._head()) is None:
             return
+        policy = os.environ.get("ROLLOUT_SLURM_ENGINE_POLICY") or DEFAULT_POLICY
+        policies = None if policy == DEFAULT_POLICY else {policy: None}
         try:
             with self._client(head) as client:
                 known = {backend.id: backend.url for backend in client.backends()}
@@ -88,7 +106,7 @@ class EngineJob(MemberJob):
                         log.info("took a server of the job's earlier life off the list", backend=name)
                 for name, url in self._urls.items():
                     if known.get(name) != url:
-                        client.add_backend(url, id=name)
+                        client.add_backend(url, id=name, key=self._key, policies=policies)
                         log.info("registered", backend=name, url=url)
         except RolloutError as error:
             log.warning("not registered yet", error=str(error))
@@ -169,7 +187,8 @@ def server_command(environ: os._Environ[str] | dict[str, str], host: str, port: 
     Raises:
         SlurmError: It names something that we do not know, or no model is given.
     """
-    template = environ.get("ROLLOUT_SLURM_ENGINE_COMMAND") or VLLM
+    guarded = VLLM + GUARD if environ.get(guard.VARIABLE) else VLLM
+    template = environ.get("ROLLOUT_SLURM_ENGINE_COMMAND") or guarded
     model = environ.get("ROLLOUT_SLURM_ENGINE_MODEL", "")
     if "{model}" in template and not model:
         raise SlurmError("ROLLOUT_SLURM_ENGINE_MODEL is not set: name a model to serve (--engine-model)")

@@ -11,7 +11,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from msgspec import convert
+from pydantic import TypeAdapter, ValidationError
 
+from rollout.schema.base import DEFAULT_POLICY, PolicyName
+from services.engines.credentials import directories
+from services.guard import engine_token as guard
 from services.launch import SlurmError, paths
 from services.launch.parts import STAGES, slots_of
 from services.launch.slurm import site
@@ -28,7 +32,7 @@ MOST_NODES = 1000
 """Of one call; the default of Slurm's MaxArraySize is 1001."""
 _NOT_PASSED_ON = {
     *("ROLLOUT_URL", "ROLLOUT_API_KEY", "ROLLOUT_NODE", "ROLLOUT_GATEWAY_HOST", "ROLLOUT_SANDBOX_DIR"),
-    *("ROLLOUT_STACK", "ROLLOUT_SANDBOX_STACK"),
+    *("ROLLOUT_STACK", "ROLLOUT_SANDBOX_STACK", guard.VARIABLE),
     *("ROLLOUT_FLOWER_URL", "ROLLOUT_FLOWER_AUTH_FILE", "ROLLOUT_FLOWER_DB"),
 }
 """Variables of the caller that mean something else on a node, or that no job needs."""
@@ -45,6 +49,16 @@ class Engines:
     """In the words {model}, {host} and {port} are filled in; run once for each set of GPUs."""
     gpus: int = 1
     """GPUs of one server; a node's are divided into such sets. 0 = one server, whatever GPUs there are."""
+    policy: str = DEFAULT_POLICY
+    """Which one they serve."""
+
+    def __post_init__(self) -> None:
+        try:
+            TypeAdapter(PolicyName).validate_python(self.policy)
+        except ValidationError:
+            raise SlurmError(
+                f"--engine-policy {self.policy!r:.80} is no policy's name: lower-case letters, digits, . _ -"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -159,11 +173,15 @@ def environment(run: RunDir, where: Site, options: UpOptions, environ: Mapping[s
         values["ROLLOUT_SLURM_ENGINE_COMMAND"] = options.engines.command or ""
         values["ROLLOUT_SLURM_ENGINE_MODEL"] = options.engines.model or ""
         values["ROLLOUT_SLURM_ENGINE_GPUS"] = str(options.engines.gpus)
+        values["ROLLOUT_SLURM_ENGINE_POLICY"] = options.engines.policy
     lines = ["# Written by `rollout slurm up`; every job of the service reads it when it starts."]
     lines += _module_lines(where.modules)
     sites = {"ROLLOUT_SLURM_SCRATCH": where.scratch, **where.environment}
     if where.images:
         sites["ROLLOUT_IMAGES"] = where.images
+    if options.engines:
+        keys = directories(sites.get("ROLLOUT_ENGINE_KEYS") or environ.get("ROLLOUT_ENGINE_KEYS", ""))
+        sites["ROLLOUT_ENGINE_KEYS"] = ":".join([str(run.engine_keys), *keys])
     for name, value in sorted({**values, **sites}.items()):
         lines.append(f"export {name}={_quoted(value, of_the_site=name in sites)}")
     return "\n".join(lines) + "\n"

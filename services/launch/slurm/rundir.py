@@ -14,6 +14,7 @@ control/         NODE-jobID.json, head.json: what they are asked to do; NODE-job
 redis/           configuration with the password, append-only file; job.N: whose head was the Nth to take that
                  file, "" once it has left it
 api.key          key of the scope admin                        (0600)
+engine-keys/     token of its LLM servers, for them and for whoever calls them
 flower.auth      user:password of Flower                       (0600)
 logs/            JOB's own output, and NODE-jobID/PART.log
 ```
@@ -44,6 +45,8 @@ STARTING, UP, DRAINING, DOWN = "starting", "up", "draining", "down"
 that was killed leaves `up` behind: Slurm knows better."""
 NO_SANDBOX = "NO SANDBOX WORKS"
 """How `Member.sandbox` begins where none does."""
+ENGINE_KEY = "slurm-engines"
+"""By which LLM servers of engine jobs are registered; the file's name."""
 _STALE_READS = 3
 
 
@@ -119,6 +122,7 @@ class RunDir:
         self.redis = self.path / "redis"
         self.environment = self.path / "environment"
         self.key_file = self.path / "api.key"
+        self.engine_keys = self.path / "engine-keys"
         self.flower_auth = self.path / "flower.auth"
         self.flower_db = self.path / "flower.db"
 
@@ -211,6 +215,11 @@ class RunDir:
     def api_key(self) -> str:
         """The key of the operator, made at the first call."""
         return self._secret(self.key_file, new_text)
+
+    def renew_engine_key(self) -> None:
+        """A token for the LLM servers of a service that begins."""
+        self.engine_keys.mkdir(mode=0o700, exist_ok=True)
+        self.write_private(self.engine_keys / ENGINE_KEY, secrets.token_urlsafe(32) + "\n")
 
     def _secret(self, path: Path, make: Callable[[], str]) -> str:
         if not path.exists():

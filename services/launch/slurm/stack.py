@@ -77,6 +77,7 @@ class SlurmStack:
             return min(1, sum(view.role == NODE for view in seen.views))
         self.run.make()
         self.run.forget_life()
+        self.run.renew_engine_key()
         self.run.write_private(self.run.environment, plan.environment(self.run, where, options))
         self.run.write_options(options.to_json(where))
         if options.form == plan.ATTACHED:
