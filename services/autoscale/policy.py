@@ -1,16 +1,17 @@
-"""How much capacity each stage should have. Pure: numbers and a clock in, numbers out.
+"""How much capacity each stage should have, and each policy. Pure: numbers and a clock in, numbers out.
 
 Need, by Little's law: what is in hand takes `busy` slots; to begin everything that waits within the target
 `wait_s` takes another `waiting x service_s / wait_s`. More is given at once; less only when nothing in the
 last `hold_s` needed more, so that a load that comes and goes does not make capacity flap, and never less than
-is busy.
+is busy. Engines follow what is reserved on them and what waits for room there, by the same rules of up and
+down.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rollout.schema import Stage
@@ -38,6 +39,8 @@ class Load:
     """Mean seconds at work lately; None = none has ended yet."""
     blocked: bool = False
     """What waits waits for another stage: more slots here would stand idle."""
+    engines: float = 0.0
+    """Share of what waits here that would in the next step only wait for room on an LLM backend."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +76,18 @@ def need(load: Load, goal: Goal) -> int:
     """Slots that the stage should have for what it has to do now; 0 = none."""
     if load.blocked:
         return load.busy
+    # In more slots it would wait as well.
+    waiting = math.floor(load.waiting * (1 - load.engines))
     # Of a stage that has ended nothing yet, each that waits is taken to need a slot of its own.
     service_s = goal.wait_s if load.service_s is None else load.service_s
     # No more slots than rollouts: shorter than its own work no wait can be made.
-    backlog = min(load.waiting, math.ceil(load.waiting * service_s / goal.wait_s))
+    backlog = min(waiting, math.ceil(waiting * service_s / goal.wait_s))
     slots = load.busy + backlog
-    if load.waiting and load.oldest_s > goal.wait_s and load.busy >= load.slots:
+    if waiting and load.oldest_s > goal.wait_s and load.busy >= load.slots:
         # The estimate was too low, or what is in hand takes longer than what ended lately.
         slots = max(slots, load.slots + 1)
     # What waits and finds a free slot needs no other one: a claim is under way.
-    return slots + math.ceil(goal.spare * load.busy)
+    return slots + math.ceil(goal.spare * load.busy * (1 - load.engines))
 
 
 def shift_blame(loads: Mapping[str, Load]) -> dict[str, Load]:
@@ -97,6 +102,16 @@ def shift_blame(loads: Mapping[str, Load]) -> dict[str, Load]:
             run, waiting=run.waiting + init.waiting, oldest_s=max(run.oldest_s, init.oldest_s)
         )
     return shifted
+
+
+def hold_back(loads: Mapping[str, Load], share: float) -> dict[str, Load]:
+    """Note the share of what waits for INIT and RUN that would only wait for room on an engine.
+
+    RUN would hold more slots without a use for them, and INIT prepare more for it. EVAL has work of its own.
+    """
+    return {
+        stage: replace(load, engines=share if stage in (INIT, RUN) else 0.0) for stage, load in loads.items()
+    }
 
 
 class Follower:
@@ -187,6 +202,89 @@ def _filled(slots: Mapping[str, int], per_node: Mapping[str, int]) -> tuple[str,
         stage: math.ceil(count / per_node[stage]) for stage, count in slots.items() if per_node.get(stage)
     }
     return max(nodes.items(), key=lambda pair: pair[1], default=("", 0))
+
+
+@dataclass(frozen=True)
+class Server:
+    """An LLM server that takes rollouts of a policy: what is in use of its room."""
+
+    tokens: float = 0.0
+    """Context that is reserved there."""
+    most_tokens: float | None = None
+    """Up to how much new rollouts are let in: its cache times the share that admission fills. None = not
+    known, or placements do not count tokens."""
+    rollouts: int = 0
+    most_rollouts: int | None = None
+    running: int | None = None
+    """Calls in work, as it says itself."""
+    queued: int | None = None
+    """Calls that it has no room for, as it says itself."""
+    kv_usage: float | None = None
+    """Share of its cache, as it says itself."""
+
+    @property
+    def used(self) -> float:
+        """Share of its room in use; above 1 where rollouts have grown since they were let in.
+
+        As admission has it, which lets nobody in beyond the first limit that is reached. Where it knows of no
+        limit, as the server has it: the share of its cache, or how many times over its calls would fill it.
+        Where that says nothing either, a server with rollouts is full: it is not taken from them.
+        """
+        limits = (self.tokens, self.most_tokens), (self.rollouts, self.most_rollouts)
+        if known := [part / whole for part, whole in limits if whole]:
+            return max(known)
+        if self.kv_usage is None and self.running is None:
+            return float(self.rollouts > 0)
+        calls = (self.running or 0) + self.queued if self.queued else 0
+        return max(self.kv_usage or 0.0, calls / max(1, self.running or 0))
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What waits for room on the servers of a policy."""
+
+    rollouts: int = 0
+    tokens: float = 0.0
+    """Context that they want to reserve there."""
+
+    def __add__(self, other: Waiting) -> Waiting:
+        return Waiting(self.rollouts + other.rollouts, self.tokens + other.tokens)
+
+
+def engine_need(
+    own: Sequence[Server], others: Sequence[Server], waiting: Waiting, servers_each: float = 1.0
+) -> tuple[int, int]:
+    """Engines that there should be of a policy, and how many of them are in use.
+
+    A server is the unit. What is in use fills the sum of the shares; what waits would fill its tokens over
+    those that one server lets in, or its number over the most rollouts of one, whichever is more. Where no
+    server's limits are known, be it that there is none, something that waits is a reason for one: the next
+    look knows more. None is needed for what the servers of others can hold; but what waits found no room
+    there, so then only what they hold too much counts. Whatever waits has at least one engine.
+
+    Args:
+        own: Of engines that are scaled, all of them or those of one job each.
+        others: Servers that nobody scales, or that are of another kind.
+        servers_each: Of one engine.
+    """
+    servers = [*own, *others]
+    limits = (
+        (waiting.tokens, [server.most_tokens for server in servers if server.most_tokens]),
+        (waiting.rollouts, [server.most_rollouts for server in servers if server.most_rollouts]),
+    )
+    shares = [part * len(known) / sum(known) for part, known in limits if known]
+    lacking = max(shares, default=1.0) if waiting.rollouts else 0.0
+    used = sum(server.used for server in own)
+    over = [server.used - 1 for server in others]
+    beyond = sum(max(0.0, share) for share in over) if waiting.rollouts else sum(over)
+    in_use = _whole(used / servers_each)
+    needed = _whole((used + lacking + beyond) / servers_each)
+    return max(needed, in_use, int(waiting.rollouts > 0)), in_use
+
+
+def _whole(share: float) -> int:
+    """The next whole number, but for what adding up fractions has made too much."""
+    return max(0, math.ceil(share - 1e-9))
 
 
 def share_out(slots: int, workers: Mapping[str, tuple[int, int, int]]) -> dict[str, int]:
