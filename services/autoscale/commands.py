@@ -12,17 +12,22 @@ from pathlib import Path
 import click
 import redis
 import structlog
+from pydantic import TypeAdapter
 
+from rollout.schema.base import DEFAULT_POLICY, PolicyName
 from services import logs
+from services.autoscale.engines import SlurmEngines
 from services.autoscale.policy import STAGES, Bounds, Goal
 from services.autoscale.scaler import Autoscaler, Kind, Options, SlurmNodes
 from services.launch import SlurmError, paths
 from services.launch.slurm.stack import DRAIN_GRACE_S, SlurmStack
 from services.queues import make_celery
 from services.settings import Settings, SettingsError
+from services.state.backends.store import PlacementPolicy
 from services.state.redis import connect
 
 log = structlog.get_logger("autoscale")
+POLICY = TypeAdapter(PolicyName)
 RANGE = re.compile(r"(\d+):(\d+)")
 
 
@@ -46,6 +51,20 @@ def _kinds(nodes: str | None, stages: tuple[str, ...]) -> dict[Kind, Bounds]:
     return kinds
 
 
+def _engines(texts: tuple[str, ...]) -> dict[str, Bounds]:
+    engines: dict[str, Bounds] = {}
+    for text in texts:
+        name, _, bounds = text.rpartition("=")
+        try:
+            policy = POLICY.validate_python(name if "=" in text else DEFAULT_POLICY)
+        except ValueError:
+            raise click.UsageError(f"--engines {text}: {name!r} is no name of a policy") from None
+        if policy in engines:
+            raise click.UsageError(f"--engines {text}: policy {policy} has bounds already")
+        engines[policy] = _bounds(bounds, "--engines" if bounds == text else f"--engines {policy}")
+    return engines
+
+
 @click.command()
 @click.option("--nodes", metavar="LEAST:MOST", help="Node jobs of all stages, on Slurm.")
 @click.option(
@@ -54,6 +73,12 @@ def _kinds(nodes: str | None, stages: tuple[str, ...]) -> dict[Kind, Bounds]:
     multiple=True,
     metavar="STAGE=LEAST:MOST",
     help="Jobs of one stage, without sandboxes.",
+)
+@click.option(
+    "--engines",
+    multiple=True,
+    metavar="[POLICY=]LEAST:MOST",
+    help="Engine jobs of a policy, on Slurm; of `default` where none is named.",
 )
 @click.option(
     "--live-slots",
@@ -77,6 +102,7 @@ def _kinds(nodes: str | None, stages: tuple[str, ...]) -> dict[Kind, Bounds]:
 def autoscale(
     nodes: str | None,
     stages: tuple[str, ...],
+    engines: tuple[str, ...],
     live_slots: str | None,
     run_dir: Path | None,
     wait_s: float | None,
@@ -85,12 +111,14 @@ def autoscale(
     once: bool,
     dry_run: bool,
 ) -> None:
-    """Have each stage's capacity follow its queue, until Ctrl-C."""
-    kinds = _kinds(nodes, stages)
-    if not kinds and not live_slots:
-        raise click.UsageError("give --nodes, --stage or --live-slots: what is to be changed, and how far")
+    """Have each stage's capacity follow its queue, and engines what needs them, until Ctrl-C."""
+    kinds, engine_bounds = _kinds(nodes, stages), _engines(engines)
+    if not (kinds or engine_bounds or live_slots):
+        raise click.UsageError(
+            "give --nodes, --stage, --engines or --live-slots: what is to be changed, and how far"
+        )
     live = _bounds(live_slots, "--live-slots") if live_slots else None
-    stack = SlurmStack(run_dir or paths.home() / "slurm-run", _tell) if kinds else None
+    stack = SlurmStack(run_dir or paths.home() / "slurm-run", _tell) if kinds or engine_bounds else None
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         # By a thread: the code that a signal interrupts may hold the event's lock.
@@ -103,11 +131,13 @@ def autoscale(
                 wait_s=settings.autoscale_wait_s if wait_s is None else wait_s,
                 hold_s=settings.autoscale_hold_s if hold_s is None else hold_s,
             )
-            options = Options(goal, live, kinds, settings.autoscale_interval_s, dry_run)
+            placement = PlacementPolicy(weigh=settings.backend_load)
+            interval_s = settings.autoscale_interval_s
+            options = Options(goal, live, kinds, engine_bounds, placement, interval_s, dry_run)
             with make_celery(settings) as app, connect(settings.redis_url) as client:
                 owner = f"{socket.gethostname()}/{os.getpid()}"
-                pool = SlurmNodes(stack, grace) if stack else None
-                scaler = Autoscaler(client, options, app, pool, owner=owner, say=_tell)
+                pools = (SlurmNodes(stack, grace), SlurmEngines(stack, grace)) if stack else ()
+                scaler = Autoscaler(client, options, app, *pools, owner=owner, say=_tell)
                 scaler.run(stopping, once)
             return
         except (SettingsError, SlurmError) as error:

@@ -20,6 +20,7 @@ from kombu.exceptions import OperationalError
 
 from rollout.schema import State
 from rollout.schema.fleet import WorkerLoad
+from services.autoscale.engines import NAME, EngineState, LlmLoad, LlmObserver, SlurmEngines, name_of
 from services.autoscale.policy import (
     INIT,
     STAGES,
@@ -29,6 +30,7 @@ from services.autoscale.policy import (
     Load,
     NodePolicy,
     NodeState,
+    hold_back,
     need,
     share_out,
     shift_blame,
@@ -38,6 +40,7 @@ from services.launch.slurm.plan import NODE
 from services.launch.slurm.stack import DRAIN_GRACE_S, SlurmStack
 from services.state import keys
 from services.state.autoscale import AutoscaleStore
+from services.state.backends.store import PlacementPolicy
 from services.state.election import Election
 from services.state.fleet import FleetStore
 from services.state.observations import Observations, stage_totals
@@ -195,6 +198,10 @@ class Options:
     live: Bounds | None = None
     """Slots of each stage within what its workers were started with; None = they are left alone."""
     nodes: Mapping[Kind, Bounds] = field(default_factory=dict)
+    engines: Mapping[str, Bounds] = field(default_factory=dict)
+    """Of the engine jobs of each policy."""
+    placement: PlacementPolicy = field(default_factory=PlacementPolicy)
+    """By which rollouts are let in on LLM servers."""
     interval_s: float = 10.0
     dry_run: bool = False
     """Say what would be done, and do nothing."""
@@ -209,6 +216,7 @@ class Autoscaler:
         options: Options,
         app: Celery | None = None,
         pool: SlurmNodes | None = None,
+        engines: SlurmEngines | None = None,
         *,
         owner: str,
         say: Callable[[str], None] = lambda text: None,
@@ -217,19 +225,25 @@ class Autoscaler:
         Args:
             app: Reaches the workers, for `options.live`.
             pool: Where nodes come from, for `options.nodes`.
+            engines: Where engines come from, for `options.engines`.
             owner: Name of this process among all that could scale.
             say: Gets each decision as a line.
         """
         self._options = options
         self._observer = Observer(client)
         self._store = AutoscaleStore(client)
-        self._app, self._pool, self._say = app, pool, say
+        self._llm = LlmObserver(client)
+        self._app, self._pool, self._engines, self._say = app, pool, engines, say
         self._election = Election(client, keys.AUTOSCALE_LOCK, owner, options.interval_s)
         # The sum of what the workers may have is the upper bound, and it changes with them.
         bounds = Bounds(options.live.least, 1 << 30) if options.live else None
         self._followers = {stage: Follower(options.goal, bounds) for stage in STAGES} if bounds else {}
         self._policies = {kind: NodePolicy(options.goal, bounds) for kind, bounds in options.nodes.items()}
-        self._ordered_at: dict[Kind, float] = {}
+        self._engine_policies = {
+            name: NodePolicy(options.goal, bounds) for name, bounds in options.engines.items()
+        }
+        self._ordered_at: dict[str, float] = {}
+        self._held_back = 0.0
         self._refused = 0
         self._resume_at = float("-inf")
         self._was_elected: bool | None = None
@@ -279,11 +293,20 @@ class Autoscaler:
             redis.RedisError, OperationalError: Redis is away.
         """
         loads, workers = self._observer.look()
-        loads = shift_blame(loads)
+        llm = self._llm.look()
+        loads = hold_back(shift_blame(loads), llm.share)
         needs = {stage: need(load, self._options.goal) for stage, load in loads.items()}
+        if (llm.share > 0) != (self._held_back > 0):
+            waiting = sum(its.rollouts for its in llm.waiting.values())
+            self._say(
+                f"{waiting} rollouts in RUN wait for room on LLM servers; no reason for nodes: {NAME}"
+                if waiting
+                else "nothing waits for room on LLM servers any more"
+            )
+        self._held_back = llm.share
         nodes: dict[str, dict[str, Any]] = {}
-        if self._policies and now >= self._resume_at:
-            nodes = self._scale_nodes(now, loads, needs, workers)
+        if now >= self._resume_at:
+            nodes = self._scale(now, loads, needs, workers, llm)
         for stage, follower in self._followers.items():
             self._scale_slots(now, stage, follower, loads[stage], needs[stage], workers)
         if not self._options.dry_run:
@@ -311,38 +334,16 @@ class Autoscaler:
             self._store.count("slots_raised", sum(change for change in changes if change > 0))
             self._store.count("slots_lowered", -sum(change for change in changes if change < 0))
 
-    def _scale_nodes(
-        self, now: float, loads: Mapping[str, Load], needs: Mapping[str, int], workers: Workers
+    def _scale(
+        self, now: float, loads: Mapping[str, Load], needs: Mapping[str, int], workers: Workers, llm: LlmLoad
     ) -> dict[str, dict[str, Any]]:
-        assert self._pool is not None
+        """Nodes and engines; what there is of each kind, and is to be."""
         seen: dict[str, dict[str, Any]] = {}
-        # Stages with nodes of their own are not a reason for more of the nodes that serve all.
-        special = {stage for kind in self._policies if kind != STAGES for stage in kind}
         try:
-            for kind, policy in self._policies.items():
-                nodes = self._pool.look(kind, workers)
-                if kind == STAGES:
-                    asked = {stage: slots for stage, slots in needs.items() if stage not in special}
-                    busy = {stage: loads[stage].busy for stage in asked}
-                else:
-                    (stage,) = kind
-                    others = max(0, loads[stage].slots - nodes.up * nodes.slots[stage])
-                    asked = {stage: max(0, needs[stage] - others)}
-                    busy = {stage: max(0, loads[stage].busy - others)}
-                target, stage = policy.target(now, asked, busy, nodes)
-                name = "nodes" if kind == STAGES else "+".join(kind)
-                seen[name] = {"up": nodes.up, "coming": nodes.coming, "target": target}
-                change = target - nodes.total
-                settled = now >= self._ordered_at.get(kind, float("-inf")) + SETTLE_S
-                if change == 0 or (change > 0 and not settled):
-                    continue
-                why = _why(loads[stage]) if stage else ""
-                self._say(f"{name}: {nodes.total} ({nodes.coming} coming) → {target}, {stage or 'none'}{why}")
-                if self._options.dry_run:
-                    continue
-                self._pool.set(kind, target, workers)
-                self._ordered_at[kind] = now
-                self._store.count("nodes_added" if change > 0 else "nodes_drained", abs(change))
+            for kind in self._policies:
+                self._scale_nodes(now, kind, loads, needs, workers, seen)
+            for policy in self._engine_policies:
+                self._scale_engines(now, policy, llm, seen)
             self._refused = 0
         except SlurmError as error:
             pause = min(MOST_BACK_OFF_S, BACK_OFF_S * 2**self._refused)
@@ -353,9 +354,83 @@ class Autoscaler:
                 self._store.count("failures")
         return seen
 
+    def _scale_nodes(
+        self,
+        now: float,
+        kind: Kind,
+        loads: Mapping[str, Load],
+        needs: Mapping[str, int],
+        workers: Workers,
+        seen: dict[str, dict[str, Any]],
+    ) -> None:
+        assert self._pool is not None
+        pool = self._pool
+        nodes = pool.look(kind, workers)
+        if kind == STAGES:
+            # Stages with nodes of their own are not a reason for more of the nodes that serve all.
+            special = {stage for other in self._policies if other != STAGES for stage in other}
+            asked = {stage: slots for stage, slots in needs.items() if stage not in special}
+            busy = {stage: loads[stage].busy for stage in asked}
+        else:
+            (stage,) = kind
+            others = max(0, loads[stage].slots - nodes.up * nodes.slots[stage])
+            asked = {stage: max(0, needs[stage] - others)}
+            busy = {stage: max(0, loads[stage].busy - others)}
+        target, stage = self._policies[kind].target(now, asked, busy, nodes)
+        why = stage + _why(loads[stage]) if stage else "none"
+        name = "nodes" if kind == STAGES else "+".join(kind)
+        self._order(now, name, nodes, target, why, lambda: pool.set(kind, target, workers), seen)
+
+    def _scale_engines(self, now: float, policy: str, llm: LlmLoad, seen: dict[str, dict[str, Any]]) -> None:
+        assert self._engines is not None
+        engines = self._engines
+        state = engines.look(policy, llm)
+        target, why = state.nodes.total, ""
+        # An exchange of weights has what would be placed wait; it ends soon, and the next look is the truth.
+        if llm.updating.isdisjoint({policy}.union(*(backend.served for backend in state.own))):
+            target, why = self._engines_needed(now, policy, llm, state)
+        self._order(
+            now, name_of(policy), state.nodes, target, why, lambda: engines.set(policy, target, llm), seen
+        )
+
+    def _engines_needed(self, now: float, policy: str, llm: LlmLoad, state: EngineState) -> tuple[int, str]:
+        options = self._options
+        needed, in_use, waiting = state.needed(policy, llm, options.engines, options.placement)
+        asked, busy = {NAME: needed}, {NAME: in_use}
+        target, _ = self._engine_policies[policy].target(now, asked, busy, state.nodes)
+        held = sum(backend.live_rollouts for backend in state.own)
+        return target, (
+            f"{waiting.rollouts} rollouts with {waiting.tokens:.0f} tokens wait for room, {held} are placed"
+        )
+
+    def _order(
+        self,
+        now: float,
+        name: str,
+        nodes: NodeState,
+        target: int,
+        why: str,
+        order: Callable[[], None],
+        seen: dict[str, dict[str, Any]],
+    ) -> None:
+        """Have as many of a kind as there are to be, unless an order was given a moment ago."""
+        seen[name] = {"up": nodes.up, "coming": nodes.coming, "target": target}
+        change = target - nodes.total
+        settled = now >= self._ordered_at.get(name, float("-inf")) + SETTLE_S
+        if change == 0 or (change > 0 and not settled):
+            return
+        self._say(f"{name}: {nodes.total} ({nodes.coming} coming) → {target}, {why}")
+        if self._options.dry_run:
+            return
+        order()
+        self._ordered_at[name] = now
+        what = NAME if name.startswith(NAME) else "nodes"
+        self._store.count(f"{what}_added" if change > 0 else f"{what}_drained", abs(change))
+
 
 def _why(load: Load) -> str:
     return (
         f": {load.waiting} wait, the longest for {load.oldest_s:.0f} s, "
         f"{load.busy} of {load.slots} slots in use"
+        + (f", {load.engines:.0%} would wait for {NAME}" if load.engines else "")
     )

@@ -86,10 +86,12 @@ counter rollout_sandbox_events{node,event} sandbox_events
 
 gauge rollout_autoscale_need_slots{stage} autoscale_need
     Slots a stage should have, as the autoscaler has it.
+gauge rollout_autoscale_held_back{stage,reason} autoscale_held_back
+    Share of what waits for a stage that is no reason for more of it: in the next step it waits as well.
 gauge rollout_autoscale_nodes{kind,state} autoscale_nodes
-    Nodes of a kind: serving (up), ordered (coming), and how many there are to be (target).
+    Nodes or engines of a kind: serving (up), ordered (coming), and how many there are to be (target).
 counter rollout_autoscale_actions{action} autoscale_actions
-    Slots and nodes given and taken; failures.
+    Slots, nodes and engines given and taken; failures.
 
 gauge rollout_tenant_live{tenant} tenant.live
     Rollouts of a tenant that have not ended.
@@ -434,6 +436,15 @@ class Scrape:
 
     def autoscale_need(self) -> Values:
         return {stage: load["need"] for stage, load in self._decision.get("stages", {}).items()}
+
+    def autoscale_held_back(self) -> Values:
+        """`run`: INIT waits for RUN; `engines`: for room on an LLM backend."""
+        loads = self._decision.get("stages", {}).items()
+        return {
+            (stage, reason): float(load.get(field, 0))
+            for stage, load in loads
+            for reason, field in (("run", "blocked"), ("engines", "engines"))
+        }
 
     def autoscale_nodes(self) -> Values:
         return {

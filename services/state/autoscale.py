@@ -10,8 +10,11 @@ import redis
 from services.state import keys
 from services.state.redis import now
 
-COUNTERS = ("slots_raised", "slots_lowered", "nodes_added", "nodes_drained", "failures")
-"""Sums: slots and nodes given and taken, and decisions that could not be carried out."""
+COUNTERS = (
+    *("slots_raised", "slots_lowered", "nodes_added", "nodes_drained", "engines_added", "engines_drained"),
+    "failures",
+)
+"""Sums: slots, nodes and engines given and taken, and decisions that could not be carried out."""
 FRESH_S = 120.0
 """What is older says nothing of now: the autoscaler has stopped."""
 

@@ -384,6 +384,11 @@ def test_the_command_of_a_server_names_model_address_and_gpus():
     assert command[command.index("--middleware") + 1] == "engine_token.RequireToken"
     own = {"ROLLOUT_SLURM_ENGINE_COMMAND": "{python} -m serve 'a b' {host}:{port}"}
     assert engine.server_command(own, "h", 1, 0) == [sys.executable, "-m", "serve", "a b", "h:1"]
+    judge = {"ROLLOUT_SLURM_ENGINE_POLICY": "judge", "ROLLOUT_SLURM_ENGINE_MODEL": "/models/{policy}"}
+    assert engine.server_command(judge, "h", 1, 0)[:3] == ["vllm", "serve", "/models/judge"]
+    own = {"ROLLOUT_SLURM_ENGINE_COMMAND": "serve {policy}"}
+    assert engine.server_command(own | judge, "h", 1, 0) == ["serve", "judge"]
+    assert engine.server_command(own, "h", 1, 0) == ["serve", "default"]
     with pytest.raises(SlurmError, match="ENGINE_MODEL is not set"):
         engine.server_command({}, "h", 1, 0)
     with pytest.raises(SlurmError, match=r"'gpu'.*the names are"):

@@ -189,10 +189,12 @@ def server_command(environ: os._Environ[str] | dict[str, str], host: str, port: 
     """
     guarded = VLLM + GUARD if environ.get(guard.VARIABLE) else VLLM
     template = environ.get("ROLLOUT_SLURM_ENGINE_COMMAND") or guarded
-    model = environ.get("ROLLOUT_SLURM_ENGINE_MODEL", "")
+    policy = environ.get("ROLLOUT_SLURM_ENGINE_POLICY") or DEFAULT_POLICY
+    model = environ.get("ROLLOUT_SLURM_ENGINE_MODEL", "").replace("{policy}", policy)
     if "{model}" in template and not model:
         raise SlurmError("ROLLOUT_SLURM_ENGINE_MODEL is not set: name a model to serve (--engine-model)")
     values = {"model": model, "host": host, "port": port, "gpus": max(1, gpus), "python": sys.executable}
+    values["policy"] = policy
     try:
         return [word.format(**values) for word in shlex.split(template)]
     except (KeyError, IndexError, ValueError) as error:

@@ -114,15 +114,20 @@ def _sbatch(run: RunDir, role: str) -> list[str]:
 def submission(
     run: RunDir, where: Site, options: UpOptions, role: str, count: int = 1, stages: tuple[str, ...] = STAGES
 ) -> Submission:
-    """The call of sbatch for `count` jobs of a role."""
+    """The call of sbatch for `count` jobs of a role.
+
+    Args:
+        stages: Of nodes. Of engines the policy that they serve, where it is not what `up` was asked for.
+    """
     command = _sbatch(run, role)
     # Two heads would write into the same append-only file.
     command.append("--dependency=singleton" if role == HEAD else f"--array=1-{count}")
     command += where.sbatch_options(role, options.given, {} if role == HEAD else {"exclusive": True})
     command += [str(paths.deploy_file(f"slurm/{role}.sbatch")), str(run.path)]
-    if role == NODE:
-        command.append(",".join(stages))
-    return Submission(Submitted("", role, count, list(stages) if role == NODE else []), command)
+    served = list(stages) if role == NODE or stages != STAGES else []
+    if served:
+        command.append(",".join(served))
+    return Submission(Submitted("", role, count, served), command)
 
 
 def allocation_script(run: RunDir) -> list[str]:

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
+from rollout.schema.base import DEFAULT_POLICY
 from services.launch import SlurmError
 from services.launch.parts import STAGES
 from services.launch.slurm import plan, scheduler
@@ -233,12 +234,16 @@ class SlurmStack:
     # -- scale -------------------------------------------------------------------------------
 
     def active(self, role: str, stages: list[str]) -> list[JobView]:
-        """Jobs of a kind that wait or run and were not asked to end."""
+        """Jobs of a kind that wait or run and were not asked to end.
+
+        Args:
+            stages: Of nodes. Of engines their policy, or all stages for those of any policy.
+        """
         return [
             view
             for view in look(self.run).views
             if view.role == role
-            and (role != NODE or view.stages == stages)
+            and ((view.stages or [DEFAULT_POLICY]) == stages or (role == ENGINE and stages == list(STAGES)))
             and view.job.active
             and not view.ends(self.run)
         ]
@@ -280,7 +285,8 @@ class SlurmStack:
                 raise SlurmError(f"no service runs from {self.run.path}; `rollout slurm up` starts one")
             if role == ENGINE and options.engines is None:
                 raise SlurmError("`up` was told of no engines: give --engine-nodes and --engine-model there")
-            self._submit(plan.submission(self.run, where, options, role, change, tuple(stages)))
+            kind = STAGES if stages == [DEFAULT_POLICY] else tuple(stages)
+            self._submit(plan.submission(self.run, where, options, role, change, kind))
         elif change < 0:
 
             def cost(view: JobView) -> tuple[bool, int, int]:  # nothing of one that waits
