@@ -20,8 +20,8 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,6 +47,8 @@ class LLMServer:
     log: Path
     start_seconds: float
     """From the start of the process to the first 200 of /health."""
+    token_file: Path | None = None
+    """With the token that it asks for at the name `localhost` (`tests/helpers/guarded_by_name.py`)."""
 
 
 def vllm_missing() -> str | None:
@@ -77,8 +79,14 @@ def vllm_server(model_dir: Path = DEMO_MODEL, **options: object) -> Iterator[LLM
     # Without chunks: on a CPU vLLM 0.32 dies ("CPU Generator does not use offset") when the prefill of a
     # request with a seed is cut in two.
     command += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192", *_flags(options)]
+    command += ["--middleware", "tests.helpers.guarded_by_name.GuardedByName"]
+    handle, token_file = tempfile.mkstemp(prefix="llm-vllm-", suffix=".token")
+    with os.fdopen(handle, "w") as file:
+        file.write(secrets.token_urlsafe(32))
     environment = {
         "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": f"{ROOT / 'services' / 'guard'}:{os.environ.get('PYTHONPATH', '')}".rstrip(":"),
+        "ROLLOUT_ENGINE_TOKEN_FILE": token_file,
         # Where the set-up has put libnuma, if the machine has none.
         "LD_LIBRARY_PATH": f"{VLLM_HOME / 'lib'}:{os.environ.get('LD_LIBRARY_PATH', '')}".rstrip(":"),
         "OMP_NUM_THREADS": "1",
@@ -93,12 +101,14 @@ def vllm_server(model_dir: Path = DEMO_MODEL, **options: object) -> Iterator[LLM
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_SERVER_DEV_MODE": "1",
     }
-    with running_server("vllm", command, environment, VLLM_START_TIMEOUT) as server:
+    with ExitStack() as exits:
+        exits.callback(Path(token_file).unlink)
+        server = exits.enter_context(running_server("vllm", command, environment, VLLM_START_TIMEOUT))
         # The first answer lists the machine by a dozen programs, for half a minute where others compute; the
         # next ones have it from this one.
         with urllib.request.urlopen(f"{server.url}/server_info", timeout=VLLM_START_TIMEOUT) as reply:
             reply.read()
-        yield server
+        yield replace(server, token_file=Path(token_file))
 
 
 def _flags(options: dict[str, object]) -> list[str]:
