@@ -27,6 +27,7 @@ gres = "gpu:1"
 cpus-per-task = 2
 """
 ENGINE = f"{sys.executable} -m tests.helpers.fake_engine --host {{host}} --port {{port}} --answer-tokens 5 20"
+EMBEDDED = "{python} -m services.inference --model {model} --host {host} --port {port} --threads 1"
 VARIABLES = {
     "ROLLOUT_HANDLERS": "tests.slurm.handlers:all_handlers",
     # A node that is lost shall be missed soon, but a loaded one not be taken for lost.
@@ -76,9 +77,9 @@ class SlurmService:
         env = {name: self.env[name] for name in self.env if name not in ("ROLLOUT_URL", "ROLLOUT_API_KEY")}
         return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
 
-    def up(self, nodes: int, *options: str) -> None:
+    def up(self, nodes: int, *options: str, command: str = ENGINE) -> None:
         """Head, nodes and one engine; returns when rollouts can be worked on."""
-        engine = ("--engine-nodes", "1", "--engine-command", ENGINE, "--no-flower")
+        engine = ("--engine-nodes", "1", "--engine-command", command, "--no-flower")
         self.slurm("up", "--nodes", str(nodes), *engine, *options, "--timeout", str(3 * PATIENCE_S))
 
     def logs(self, lines: int = 30) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import time
@@ -23,11 +24,13 @@ from rollout.schema import State
 from services.launch import redis
 from services.launch.slurm.rundir import UP, RunDir
 from services.state.redis import connect
+from tests.helpers.checkpoints import canary
+from tests.helpers.llm_servers import DEMO_MODEL
 from tests.helpers.long_forms import SLURM
 from tests.helpers.sandboxes import require_apptainer
 from tests.helpers.stack import ROOT
 from tests.slurm.cluster import PATIENCE_S
-from tests.slurm.service import SlurmService, places
+from tests.slurm.service import EMBEDDED, SlurmService, places
 
 ROLLOUTS = SLURM("rollouts", short=24, long=1000)
 KILLS = SLURM("kills of a node", short=1, long=5)
@@ -50,7 +53,7 @@ def service(cluster):
     service = SlurmService(cluster)
     begun = time.monotonic()
     try:
-        service.up(2)
+        service.up(2, "--engine-model", str(DEMO_MODEL), command=EMBEDDED)
         service.do(1)
         print(f"first rollout {time.monotonic() - begun:.1f} s after `rollout slurm up`", flush=True)
         service.wait_for_nodes(2)
@@ -110,6 +113,35 @@ def test_rollouts_run_on_both_nodes_and_see_nothing_of_slurm(service):
         names = [line.partition("=")[0] for line in environment.splitlines()]
         assert "PATH" in names
         assert not [name for name in names if name.startswith(LEAKS)]
+
+
+def test_its_engine_takes_new_weights_and_nothing_from_whoever_has_no_token(service, tmp_path):
+    with service.client as client:
+
+        def engines():
+            return [backend for backend in client.backends() if backend.healthy]
+
+        service.cluster.wait(engines, "the engine is registered", 2 * PATIENCE_S)
+        (backend,) = engines()
+        assert backend.key == "slurm-engines" and "127.0.0.1" not in backend.url
+        for method, route in (("POST", "/pause"), ("POST", "/collective_rpc"), ("GET", "/v1/models")):
+            assert httpx.request(method, backend.url + route).status_code == 401
+        # Nothing was set beyond the model, by trainer or operator.
+        told = tmp_path / "canary.json"
+        told.write_text(json.dumps(canary(DEMO_MODEL)))
+        command = ("policy", "update", "step-1", str(DEMO_MODEL), "--canary", str(told))
+        done = service.rollout(*command)
+        assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{service.logs()}"
+        assert client.backend(backend.id).policy_version == "step-1"
+        (done,) = service.require_exactly_once(service.submit(1, service.open_gates()))
+        rollout = client.get(done.id)
+        versions = [
+            segment.policy_version for chain in rollout.trajectory.chains for segment in chain.segments
+        ]
+        assert "step-1" in versions
+    token = (RunDir(service.run_dir).engine_keys / "slurm-engines").read_text().strip()
+    shown = [path for path in (service.run_dir / "logs").rglob("*.log") if token in path.read_text()]
+    assert shown == []
 
 
 def test_workers_on_nodes_and_the_gateway_know_where_the_head_s_capture_listens(service, cluster):
