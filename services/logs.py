@@ -37,16 +37,20 @@ _PATTERNS = (
 )
 
 _identity: dict[str, Any] = {}
-_hidden: list[str] = []
-"""Secrets that this process has read from files, the longest first: one may be the beginning of another."""
+_late: list[str] = []
+_hidden: tuple[str, ...] = ()
+"""Secrets that this process has read from files, as they came; and the longest first, for one may be the
+beginning of another."""
 MOST_HIDDEN = 1000
 T = TypeVar("T", str, bytes, bytearray)
 
 
 def hide(secret: str) -> None:
     """Keep a secret out of all lines from now on, and out of what `masked` returns."""
-    shapes = {secret, json.dumps(secret)[1:-1], quote(secret, safe="")}.difference(_hidden)
-    _hidden[:] = sorted([*shapes, *_hidden][:MOST_HIDDEN], key=len, reverse=True)
+    global _hidden
+    _late.extend({secret, json.dumps(secret)[1:-1], quote(secret, safe="")}.difference(_late))
+    # Never changed in place: other threads are at it.
+    _hidden = tuple(sorted(_late[-MOST_HIDDEN:], key=len, reverse=True))
 
 
 def masked(text: T) -> T:

@@ -67,6 +67,18 @@ def test_servers_are_on_the_list_while_their_job_serves_wherever_it_runs(gateway
         assert "g2-job7" not in {member.name for member in run.members()}
 
 
+@pytest.mark.parametrize(("policy", "policies"), [("", None), ("default", None), ("judge", {"judge": None})])
+def test_servers_are_registered_for_their_policy_and_with_their_key(run, monkeypatch, policy, policies):
+    monkeypatch.setenv("ROLLOUT_SLURM_ENGINE_POLICY", policy)
+    asked = []
+    monkeypatch.setattr(Client, "add_backend", lambda _, url, **options: asked.append((url, options)))
+    job = job_with(run, "g1", ["http://10.0.0.7:1"])
+    job._key = "slurm-engines"
+    job._register()
+    told = {"id": "g1-job7-0", "key": "slurm-engines", "policies": policies}
+    assert asked == [("http://10.0.0.7:1", told)]
+
+
 def test_while_the_gateway_is_away_a_job_waits_for_it(gateway, run):
     head = run.head()
     run.write_head(Head("1", "n1", "127.0.0.1", UP, "http://127.0.0.1:9", "", None))
