@@ -12,9 +12,8 @@ from pathlib import Path
 import click
 import redis
 import structlog
-from pydantic import TypeAdapter
 
-from rollout.schema.base import DEFAULT_POLICY, PolicyName
+from rollout.schema.base import DEFAULT_POLICY
 from services import logs
 from services.autoscale.engines import SlurmEngines
 from services.autoscale.policy import STAGES, Bounds, Goal
@@ -27,8 +26,8 @@ from services.state.backends.store import PlacementPolicy
 from services.state.redis import connect
 
 log = structlog.get_logger("autoscale")
-POLICY = TypeAdapter(PolicyName)
 RANGE = re.compile(r"(\d+):(\d+)")
+ENGINES = re.compile(r"(?:([a-z0-9][a-z0-9._-]{0,62})=)?(\d+:\d+)")
 
 
 def _bounds(text: str, option: str) -> Bounds:
@@ -54,14 +53,11 @@ def _kinds(nodes: str | None, stages: tuple[str, ...]) -> dict[Kind, Bounds]:
 def _engines(texts: tuple[str, ...]) -> dict[str, Bounds]:
     engines: dict[str, Bounds] = {}
     for text in texts:
-        name, _, bounds = text.rpartition("=")
-        try:
-            policy = POLICY.validate_python(name if "=" in text else DEFAULT_POLICY)
-        except ValueError:
-            raise click.UsageError(f"--engines {text}: {name!r} is no name of a policy") from None
-        if policy in engines:
-            raise click.UsageError(f"--engines {text}: policy {policy} has bounds already")
-        engines[policy] = _bounds(bounds, "--engines" if bounds == text else f"--engines {policy}")
+        match = ENGINES.fullmatch(text)
+        name = match and (match[1] or DEFAULT_POLICY)
+        if match is None or name in engines:
+            raise click.UsageError(f"--engines {text}: write LEAST:MOST or POLICY=LEAST:MOST, once a policy")
+        engines[name] = _bounds(match[2], "--engines")
     return engines
 
 
@@ -74,12 +70,8 @@ def _engines(texts: tuple[str, ...]) -> dict[str, Bounds]:
     metavar="STAGE=LEAST:MOST",
     help="Jobs of one stage, without sandboxes.",
 )
-@click.option(
-    "--engines",
-    multiple=True,
-    metavar="[POLICY=]LEAST:MOST",
-    help="Engine jobs of a policy, on Slurm; of `default` where none is named.",
-)
+@click.option("--engines", multiple=True, metavar="[POLICY=]LEAST:MOST",
+              help="Engine jobs of a policy, on Slurm; of `default` where none is named.")  # fmt: skip
 @click.option(
     "--live-slots",
     metavar="LEAST:MOST",
@@ -112,13 +104,11 @@ def autoscale(
     dry_run: bool,
 ) -> None:
     """Have each stage's capacity follow its queue, and engines what needs them, until Ctrl-C."""
-    kinds, engine_bounds = _kinds(nodes, stages), _engines(engines)
-    if not (kinds or engine_bounds or live_slots):
-        raise click.UsageError(
-            "give --nodes, --stage, --engines or --live-slots: what is to be changed, and how far"
-        )
+    kinds, bounds = _kinds(nodes, stages), _engines(engines)
+    if not (kinds or bounds or live_slots):
+        raise click.UsageError("give --nodes, --stage, --engines or --live-slots: what changes, and how far")
     live = _bounds(live_slots, "--live-slots") if live_slots else None
-    stack = SlurmStack(run_dir or paths.home() / "slurm-run", _tell) if kinds or engine_bounds else None
+    stack = SlurmStack(run_dir or paths.home() / "slurm-run", _tell) if kinds or bounds else None
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         # By a thread: the code that a signal interrupts may hold the event's lock.
@@ -126,14 +116,15 @@ def autoscale(
     while True:
         try:
             settings = _settings(stack)
+            if stack and bounds:
+                stack.require_engines()
             logs.configure(settings)
             goal = Goal(
                 wait_s=settings.autoscale_wait_s if wait_s is None else wait_s,
                 hold_s=settings.autoscale_hold_s if hold_s is None else hold_s,
             )
-            placement = PlacementPolicy(weigh=settings.backend_load)
-            interval_s = settings.autoscale_interval_s
-            options = Options(goal, live, kinds, engine_bounds, placement, interval_s, dry_run)
+            admit = PlacementPolicy.admit if settings.backend_load == "tokens" else 0.0
+            options = Options(goal, live, kinds, bounds, admit, settings.autoscale_interval_s, dry_run)
             with make_celery(settings) as app, connect(settings.redis_url) as client:
                 owner = f"{socket.gethostname()}/{os.getpid()}"
                 pools = (SlurmNodes(stack, grace), SlurmEngines(stack, grace)) if stack else ()

@@ -13,8 +13,10 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import NamedTuple
 
-from rollout.schema import Stage
+from rollout.schema import Backend, Stage
 
 STAGES = INIT, RUN, _ = tuple(stage.value for stage in Stage)
 MOST_AT_ONCE = 8
@@ -204,87 +206,68 @@ def _filled(slots: Mapping[str, int], per_node: Mapping[str, int]) -> tuple[str,
     return max(nodes.items(), key=lambda pair: pair[1], default=("", 0))
 
 
-@dataclass(frozen=True)
-class Server:
-    """An LLM server that takes rollouts of a policy: what is in use of its room."""
-
-    tokens: float = 0.0
-    """Context that is reserved there."""
-    most_tokens: float | None = None
-    """Up to how much new rollouts are let in: its cache times the share that admission fills. None = not
-    known, or placements do not count tokens."""
-    rollouts: int = 0
-    most_rollouts: int | None = None
-    running: int | None = None
-    """Calls in work, as it says itself."""
-    queued: int | None = None
-    """Calls that it has no room for, as it says itself."""
-    kv_usage: float | None = None
-    """Share of its cache, as it says itself."""
-
-    @property
-    def used(self) -> float:
-        """Share of its room in use; above 1 where rollouts have grown since they were let in.
-
-        As admission has it, which lets nobody in beyond the first limit that is reached. Where it knows of no
-        limit, as the server has it: the share of its cache, or how many times over its calls would fill it.
-        Where that says nothing either, a server with rollouts is full: it is not taken from them.
-        """
-        limits = (self.tokens, self.most_tokens), (self.rollouts, self.most_rollouts)
-        if known := [part / whole for part, whole in limits if whole]:
-            return max(known)
-        if self.kv_usage is None and self.running is None:
-            return float(self.rollouts > 0)
-        calls = (self.running or 0) + self.queued if self.queued else 0
-        return max(self.kv_usage or 0.0, calls / max(1, self.running or 0))
-
-
-@dataclass(frozen=True)
-class Waiting:
+class Waiting(NamedTuple):
     """What waits for room on the servers of a policy."""
 
     rollouts: int = 0
     tokens: float = 0.0
     """Context that they want to reserve there."""
 
-    def __add__(self, other: Waiting) -> Waiting:
-        return Waiting(self.rollouts + other.rollouts, self.tokens + other.tokens)
+
+def used(server: Backend, admit: float) -> float:
+    """Share of an LLM server's room in use; above 1 where rollouts have grown since they were let in.
+
+    As admission has it, which lets nobody in beyond the first limit that is reached. Where it knows of no
+    limit, as the server has it: the share of its cache, or how many times over its calls would fill it. Where
+    that says nothing either, a server with rollouts is full: it is not taken from them.
+
+    Args:
+        admit: Share of a cache that new rollouts may fill; 0 = placements do not count tokens.
+    """
+    most_tokens, stats = admit * (server.capacity_tokens or 0), server.stats
+    limits = (server.load, most_tokens), (server.live_rollouts, server.max_rollouts)
+    if known := [part / whole for part, whole in limits if whole]:
+        return max(known)
+    if stats is None or (stats.kv_usage is None and stats.running is None):
+        return float(server.live_rollouts > 0)
+    running = stats.running or 0
+    calls = running + stats.waiting if stats.waiting else 0
+    return max(stats.kv_usage or 0.0, calls / max(1, running))
 
 
 def engine_need(
-    own: Sequence[Server], others: Sequence[Server], waiting: Waiting, servers_each: float = 1.0
+    own: Sequence[Backend],
+    others: Sequence[Backend],
+    waiting: Waiting,
+    admit: float,
+    servers_each: float = 1.0,
 ) -> tuple[int, int]:
-    """Engines that there should be of a policy, and how many of them are in use.
+    """Engines that there should be of a policy, and how many of them have to stay, whatever the bounds are.
 
     A server is the unit. What is in use fills the sum of the shares; what waits would fill its tokens over
     those that one server lets in, or its number over the most rollouts of one, whichever is more. Where no
     server's limits are known, be it that there is none, something that waits is a reason for one: the next
     look knows more. None is needed for what the servers of others can hold; but what waits found no room
-    there, so then only what they hold too much counts. Whatever waits has at least one engine.
+    there, so then only what they hold too much counts. Those in use stay, and one while something waits.
 
     Args:
-        own: Of engines that are scaled, all of them or those of one job each.
+        own: Of engines that are scaled, `servers_each` of each.
         others: Servers that nobody scales, or that are of another kind.
-        servers_each: Of one engine.
     """
-    servers = [*own, *others]
-    limits = (
-        (waiting.tokens, [server.most_tokens for server in servers if server.most_tokens]),
-        (waiting.rollouts, [server.most_rollouts for server in servers if server.most_rollouts]),
-    )
-    shares = [part * len(known) / sum(known) for part, known in limits if known]
+    tokens = [
+        admit * server.capacity_tokens for server in (*own, *others) if admit and server.capacity_tokens
+    ]
+    rollouts = [server.max_rollouts for server in (*own, *others) if server.max_rollouts]
+    limits = (waiting.tokens, tokens), (waiting.rollouts, rollouts)
+    shares = [part / fmean(known) for part, known in limits if known]
     lacking = max(shares, default=1.0) if waiting.rollouts else 0.0
-    used = sum(server.used for server in own)
-    over = [server.used - 1 for server in others]
+    own_used = sum(used(server, admit) for server in own)
+    over = [used(server, admit) - 1 for server in others]
     beyond = sum(max(0.0, share) for share in over) if waiting.rollouts else sum(over)
-    in_use = _whole(used / servers_each)
-    needed = _whole((used + lacking + beyond) / servers_each)
-    return max(needed, in_use, int(waiting.rollouts > 0)), in_use
-
-
-def _whole(share: float) -> int:
-    """The next whole number, but for what adding up fractions has made too much."""
-    return max(0, math.ceil(share - 1e-9))
+    least = int(waiting.rollouts > 0)
+    # But for what adding up fractions has made too much.
+    needed, in_use = (math.ceil(n / servers_each - 1e-9) for n in (own_used + lacking + beyond, own_used))
+    return max(needed, in_use, least), max(in_use, least)
 
 
 def share_out(slots: int, workers: Mapping[str, tuple[int, int, int]]) -> dict[str, int]:

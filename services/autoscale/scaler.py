@@ -8,9 +8,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import redis
@@ -20,7 +22,7 @@ from kombu.exceptions import OperationalError
 
 from rollout.schema import State
 from rollout.schema.fleet import WorkerLoad
-from services.autoscale.engines import NAME, EngineState, LlmLoad, LlmObserver, SlurmEngines, name_of
+from services.autoscale.engines import NAME, LlmLoad, SlurmEngines, llm_load, name_of
 from services.autoscale.policy import (
     INIT,
     STAGES,
@@ -64,6 +66,8 @@ SMOOTHING = 0.3
 Kind = tuple[str, ...]
 """Stages that a node serves; only one of all stages can hold sandboxes."""
 Workers = Sequence[WorkerLoad]
+Wanted = tuple[str, NodeState, int, str, Callable[[], None]]
+"""Of a kind: its name, what there is, how many there are to be, why, and what has it so."""
 
 
 class Observer:
@@ -200,8 +204,8 @@ class Options:
     nodes: Mapping[Kind, Bounds] = field(default_factory=dict)
     engines: Mapping[str, Bounds] = field(default_factory=dict)
     """Of the engine jobs of each policy."""
-    placement: PlacementPolicy = field(default_factory=PlacementPolicy)
-    """By which rollouts are let in on LLM servers."""
+    admit: float = PlacementPolicy.admit
+    """Share of an LLM server's cache that new rollouts may fill; 0 = placements do not count tokens."""
     interval_s: float = 10.0
     dry_run: bool = False
     """Say what would be done, and do nothing."""
@@ -224,26 +228,22 @@ class Autoscaler:
         """
         Args:
             app: Reaches the workers, for `options.live`.
-            pool: Where nodes come from, for `options.nodes`.
-            engines: Where engines come from, for `options.engines`.
+            pool, engines: Where nodes and engines come from, for those of the options.
             owner: Name of this process among all that could scale.
             say: Gets each decision as a line.
         """
-        self._options = options
+        self._redis, self._options = client, options
         self._observer = Observer(client)
         self._store = AutoscaleStore(client)
-        self._llm = LlmObserver(client)
         self._app, self._pool, self._engines, self._say = app, pool, engines, say
         self._election = Election(client, keys.AUTOSCALE_LOCK, owner, options.interval_s)
         # The sum of what the workers may have is the upper bound, and it changes with them.
         bounds = Bounds(options.live.least, 1 << 30) if options.live else None
         self._followers = {stage: Follower(options.goal, bounds) for stage in STAGES} if bounds else {}
         self._policies = {kind: NodePolicy(options.goal, bounds) for kind, bounds in options.nodes.items()}
-        self._engine_policies = {
-            name: NodePolicy(options.goal, bounds) for name, bounds in options.engines.items()
-        }
+        self._engine_policies = {name: NodePolicy(options.goal, its) for name, its in options.engines.items()}
         self._ordered_at: dict[str, float] = {}
-        self._held_back = 0.0
+        self._held_back = False
         self._refused = 0
         self._resume_at = float("-inf")
         self._was_elected: bool | None = None
@@ -293,17 +293,12 @@ class Autoscaler:
             redis.RedisError, OperationalError: Redis is away.
         """
         loads, workers = self._observer.look()
-        llm = self._llm.look()
+        llm = llm_load(self._redis)
         loads = hold_back(shift_blame(loads), llm.share)
         needs = {stage: need(load, self._options.goal) for stage, load in loads.items()}
-        if (llm.share > 0) != (self._held_back > 0):
-            waiting = sum(its.rollouts for its in llm.waiting.values())
-            self._say(
-                f"{waiting} rollouts in RUN wait for room on LLM servers; no reason for nodes: {NAME}"
-                if waiting
-                else "nothing waits for room on LLM servers any more"
-            )
-        self._held_back = llm.share
+        if (llm.share > 0) != self._held_back:
+            self._held_back = llm.share > 0
+            self._say(f"{llm.share:.0%} of RUN waits for room on LLM servers, no reason for nodes: {NAME}")
         nodes: dict[str, dict[str, Any]] = {}
         if now >= self._resume_at:
             nodes = self._scale(now, loads, needs, workers, llm)
@@ -339,11 +334,21 @@ class Autoscaler:
     ) -> dict[str, dict[str, Any]]:
         """Nodes and engines; what there is of each kind, and is to be."""
         seen: dict[str, dict[str, Any]] = {}
+        wanted = chain(self._nodes_wanted(now, loads, needs, workers), self._engines_wanted(now, llm))
         try:
-            for kind in self._policies:
-                self._scale_nodes(now, kind, loads, needs, workers, seen)
-            for policy in self._engine_policies:
-                self._scale_engines(now, policy, llm, seen)
+            for name, nodes, target, why, order in wanted:
+                seen[name] = {"up": nodes.up, "coming": nodes.coming, "target": target}
+                change = target - nodes.total
+                settled = now >= self._ordered_at.get(name, float("-inf")) + SETTLE_S
+                if change == 0 or (change > 0 and not settled):
+                    continue
+                self._say(f"{name}: {nodes.total} ({nodes.coming} coming) → {target}, {why}")
+                if self._options.dry_run:
+                    continue
+                order()
+                self._ordered_at[name] = now
+                what = NAME if name.startswith(NAME) else "nodes"
+                self._store.count(f"{what}_added" if change > 0 else f"{what}_drained", abs(change))
             self._refused = 0
         except SlurmError as error:
             pause = min(MOST_BACK_OFF_S, BACK_OFF_S * 2**self._refused)
@@ -354,78 +359,42 @@ class Autoscaler:
                 self._store.count("failures")
         return seen
 
-    def _scale_nodes(
-        self,
-        now: float,
-        kind: Kind,
-        loads: Mapping[str, Load],
-        needs: Mapping[str, int],
-        workers: Workers,
-        seen: dict[str, dict[str, Any]],
-    ) -> None:
-        assert self._pool is not None
-        pool = self._pool
-        nodes = pool.look(kind, workers)
-        if kind == STAGES:
-            # Stages with nodes of their own are not a reason for more of the nodes that serve all.
-            special = {stage for other in self._policies if other != STAGES for stage in other}
-            asked = {stage: slots for stage, slots in needs.items() if stage not in special}
-            busy = {stage: loads[stage].busy for stage in asked}
-        else:
-            (stage,) = kind
-            others = max(0, loads[stage].slots - nodes.up * nodes.slots[stage])
-            asked = {stage: max(0, needs[stage] - others)}
-            busy = {stage: max(0, loads[stage].busy - others)}
-        target, stage = self._policies[kind].target(now, asked, busy, nodes)
-        why = stage + _why(loads[stage]) if stage else "none"
-        name = "nodes" if kind == STAGES else "+".join(kind)
-        self._order(now, name, nodes, target, why, lambda: pool.set(kind, target, workers), seen)
+    def _nodes_wanted(
+        self, now: float, loads: Mapping[str, Load], needs: Mapping[str, int], workers: Workers
+    ) -> Iterator[Wanted]:
+        # Stages with nodes of their own are not a reason for more of the nodes that serve all.
+        special = {stage for kind in self._policies if kind != STAGES for stage in kind}
+        for kind, policy in self._policies.items():
+            assert self._pool is not None
+            nodes = self._pool.look(kind, workers)
+            if kind == STAGES:
+                asked = {stage: slots for stage, slots in needs.items() if stage not in special}
+                busy = {stage: loads[stage].busy for stage in asked}
+            else:
+                (stage,) = kind
+                others = max(0, loads[stage].slots - nodes.up * nodes.slots[stage])
+                asked = {stage: max(0, needs[stage] - others)}
+                busy = {stage: max(0, loads[stage].busy - others)}
+            target, stage = policy.target(now, asked, busy, nodes)
+            why = stage + _why(loads[stage]) if stage else "none"
+            name = "nodes" if kind == STAGES else "+".join(kind)
+            yield name, nodes, target, why, partial(self._pool.set, kind, target, workers)
 
-    def _scale_engines(self, now: float, policy: str, llm: LlmLoad, seen: dict[str, dict[str, Any]]) -> None:
-        assert self._engines is not None
-        engines = self._engines
-        state = engines.look(policy, llm)
-        target, why = state.nodes.total, ""
-        # An exchange of weights has what would be placed wait; it ends soon, and the next look is the truth.
-        if llm.updating.isdisjoint({policy}.union(*(backend.served for backend in state.own))):
-            target, why = self._engines_needed(now, policy, llm, state)
-        self._order(
-            now, name_of(policy), state.nodes, target, why, lambda: engines.set(policy, target, llm), seen
-        )
-
-    def _engines_needed(self, now: float, policy: str, llm: LlmLoad, state: EngineState) -> tuple[int, str]:
-        options = self._options
-        needed, in_use, waiting = state.needed(policy, llm, options.engines, options.placement)
-        asked, busy = {NAME: needed}, {NAME: in_use}
-        target, _ = self._engine_policies[policy].target(now, asked, busy, state.nodes)
-        held = sum(backend.live_rollouts for backend in state.own)
-        return target, (
-            f"{waiting.rollouts} rollouts with {waiting.tokens:.0f} tokens wait for room, {held} are placed"
-        )
-
-    def _order(
-        self,
-        now: float,
-        name: str,
-        nodes: NodeState,
-        target: int,
-        why: str,
-        order: Callable[[], None],
-        seen: dict[str, dict[str, Any]],
-    ) -> None:
-        """Have as many of a kind as there are to be, unless an order was given a moment ago."""
-        seen[name] = {"up": nodes.up, "coming": nodes.coming, "target": target}
-        change = target - nodes.total
-        settled = now >= self._ordered_at.get(name, float("-inf")) + SETTLE_S
-        if change == 0 or (change > 0 and not settled):
-            return
-        self._say(f"{name}: {nodes.total} ({nodes.coming} coming) → {target}, {why}")
-        if self._options.dry_run:
-            return
-        order()
-        self._ordered_at[name] = now
-        what = NAME if name.startswith(NAME) else "nodes"
-        self._store.count(f"{what}_added" if change > 0 else f"{what}_drained", abs(change))
+    def _engines_wanted(self, now: float, llm: LlmLoad) -> Iterator[Wanted]:
+        for name, policy in self._engine_policies.items():
+            assert self._engines is not None
+            state = self._engines.look(name, llm)
+            target, why = state.nodes.total, ""
+            if wanted := state.needed(name, llm, self._options.admit):
+                needed, in_use, why = wanted
+                target, _ = policy.target(now, {NAME: needed}, {NAME: in_use}, state.nodes)
+            yield (
+                name_of(name),
+                state.nodes,
+                target,
+                why,
+                partial(self._engines.set, name, target, state.held),
+            )
 
 
 def _why(load: Load) -> str:

@@ -440,11 +440,8 @@ class Scrape:
     def autoscale_held_back(self) -> Values:
         """`run`: INIT waits for RUN; `engines`: for room on an LLM backend."""
         loads = self._decision.get("stages", {}).items()
-        return {
-            (stage, reason): float(load.get(field, 0))
-            for stage, load in loads
-            for reason, field in (("run", "blocked"), ("engines", "engines"))
-        }
+        reasons = ("run", "blocked"), ("engines", "engines")
+        return {(stage, why): float(load.get(name, 0)) for stage, load in loads for why, name in reasons}
 
     def autoscale_nodes(self) -> Values:
         return {

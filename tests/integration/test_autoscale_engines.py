@@ -9,7 +9,7 @@ import pytest
 
 from rollout.policy import PolicyRequest, UpdateState
 from rollout.schema import BackendStats, RolloutRequest, Stage, State
-from services.autoscale.engines import EngineState, LlmLoad, LlmObserver, name_of
+from services.autoscale.engines import EngineState, LlmLoad, llm_load, name_of
 from services.autoscale.policy import STAGES, Bounds, Goal, NodeState, Waiting
 from services.autoscale.scaler import SETTLE_S, Autoscaler, Options
 from services.dispatch import _expand
@@ -24,6 +24,7 @@ from tests.helpers.heap import Heap, backend
 from tests.helpers.keys import keyed
 
 GOAL = Goal(wait_s=10.0, spare=0.0, hold_s=100.0)
+ADMIT = PlacementPolicy().admit
 CAPACITY = 1000
 """Of which three quarters are given to new rollouts: three of 250 tokens."""
 
@@ -61,7 +62,7 @@ class Engines:
         coming = len(self.names) - len(own) + self.coming
         return EngineState(NodeState(len(own), coming, {"engines": 1}), own, others)
 
-    def set(self, policy, target, llm):
+    def set(self, policy, target, held):
         self.did.append(target)
 
 
@@ -108,13 +109,13 @@ def test_what_waits_for_room_has_engines_come_and_no_nodes(redis, heap, server):
     engines.start("a", "b")
     assert len(run(redis, heap, 20)) == 6
     ready(redis, 40)
-    assert LlmObserver(redis).look().waiting == {"default": Waiting(14, 14 * 250.0)}
+    assert llm_load(redis).waiting == {"default": Waiting(14, 14 * 250.0)}
     autoscaler = scaler(redis, engines, nodes, lines.append)
     autoscaler.tick(0.0)
     # Two are full, and the 14 fill another 4.67. The 40 that wait for RUN would only join them.
     assert engines.did == [7]
     assert nodes.did == [3], "for the 20 that are in RUN, with eight slots a node"
-    assert "14 rollouts in RUN wait for room on LLM servers; no reason for nodes: engines" in lines
+    assert "100% of RUN waits for room on LLM servers, no reason for nodes: engines" in lines
     assert "engines: 2 (0 coming) → 7, 14 rollouts with 3500 tokens wait for room, 6 are placed" in lines
     assert lines[1].endswith(", 100% would wait for engines"), lines
     metrics = keyed(create_app(Settings(redis_url=server.url))).get("/metrics").text
@@ -193,29 +194,23 @@ def test_servers_that_are_not_ours_draining_ones_and_those_of_other_policies_are
     heap.put(backend("sick", capacity_tokens=CAPACITY))
     heap.fail("sick", "it does not answer")
     heap.put_stats("j", BackendStats(at=1.0, running=4, waiting=4, kv_usage=0.5))
-    llm = LlmObserver(redis).look()
+    llm = llm_load(redis)
     assert {server.id for server in llm.backends} == {"a", "j", "x"}
     waiting = {"default": Waiting(1, 9000.0), "judge": Waiting(2, 100.0)}
     llm = LlmLoad(llm.backends, waiting)
-    kinds = ("default", "judge")
-    needed, in_use, its = engines.look("judge", llm).needed("judge", llm, kinds, PlacementPolicy())
-    assert (needed, in_use, its) == (1, 1, waiting["judge"])
-    needed, in_use, its = engines.look("default", llm).needed("default", llm, kinds, PlacementPolicy())
-    assert (needed, in_use, its) == (12, 1, waiting["default"])
+    needed, in_use, its = engines.look("judge", llm).needed("judge", llm, ADMIT)
+    assert (needed, in_use, its[:13]) == (1, 1, "2 rollouts wi")
+    needed, in_use, its = engines.look("default", llm).needed("default", llm, ADMIT)
+    assert (needed, in_use, its[:13]) == (12, 1, "1 rollouts wi")
     # Where placements count rollouts, tokens say nothing: one more at a time.
-    by_number = PlacementPolicy(weigh="rollouts")
-    assert engines.look("default", llm).needed("default", llm, kinds, by_number)[0] == 1
+    assert engines.look("default", llm).needed("default", llm, 0.0)[0] == 1
 
 
 def test_one_engine_that_serves_several_policies_counts_what_waits_for_each_of_them(redis, heap):
     engines = Engines(heap)
     engines.start("a", policies={"default": "m", "user": "lora"})
-    llm = LlmLoad(LlmObserver(redis).look().backends, {"user": Waiting(3, 1500.0)})
-    assert engines.look("default", llm).needed("default", llm, ("default",), PlacementPolicy())[0] == 2
-    assert (
-        engines.look("default", llm).needed("default", llm, ("default", "user"), PlacementPolicy())[2]
-        == Waiting()
-    )
+    llm = LlmLoad(llm_load(redis).backends, {"user": Waiting(3, 1500.0)})
+    assert engines.look("default", llm).needed("default", llm, ADMIT)[0] == 2
     assert llm.share == 1.0
 
 

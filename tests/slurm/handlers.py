@@ -1,4 +1,4 @@
-"""A handler for the tests on the cluster, with a sandbox, a model and a gate."""
+"""Handlers for the tests on the cluster: with a sandbox, a model and a gate, and without the first."""
 
 from __future__ import annotations
 
@@ -47,4 +47,29 @@ class Boxed(AgentHandler[BoxedTask]):
         return Reward(float(result.output.strip() == f"{ctx.rollout_id}.{ctx.attempt}"))
 
 
-all_handlers = [Boxed]
+class SpokenTask(BoxedTask):
+    filler: str = ""
+    """A rollout reserves as many tokens as its task would have, before anything is known of the handler."""
+
+
+class Spoken(AgentHandler[SpokenTask]):
+    """A gate, then a turn of the model: it has its placement while it stands there."""
+
+    name = "spoken"
+    Task = SpokenTask
+
+    def prompt(self, task: SpokenTask) -> list[Message]:
+        return [Message(role="user", content="Say something.")]
+
+    async def run(self, ctx: RunContext[SpokenTask]) -> FinishReason:
+        gates = Path(ctx.task.gates)
+        await asyncio.to_thread((gates / f"{ctx.rollout_id}.{ctx.attempt}").touch)
+        while not (gates / "open").exists():
+            await asyncio.sleep(LOOK_S)
+        return await super().run(ctx)
+
+    async def evaluate(self, ctx: EvalContext[SpokenTask]) -> Reward:
+        return Reward(1.0)
+
+
+all_handlers = [Boxed, Spoken]

@@ -152,12 +152,11 @@ class SlurmService:
         """Rollouts that wait for nothing, to their ends."""
         self.require_exactly_once(self.submit(count, self.open_gates()))
 
-    def submit(self, count: int, gates: Path) -> list[str]:
-        """Rollouts of the handler `boxed`."""
+    def submit(self, count: int, gates: Path, handler: str = "boxed", **task: str) -> list[str]:
+        """Rollouts that stand at a gate."""
+        task = {"gates": str(gates), **task}
         requests = [
-            RolloutRequest(
-                handler="boxed", id=new_id(), task={"gates": str(gates)}, limits={"max_attempts": 20}
-            )
+            RolloutRequest(handler=handler, id=new_id(), task=task, limits={"max_attempts": 20})
             for _ in range(count)
         ]
         with self.client as client:

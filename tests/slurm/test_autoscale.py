@@ -1,4 +1,5 @@
-"""`rollout autoscale` on the virtual cluster: nodes come for a queue and go when it is empty.
+"""`rollout autoscale` on the virtual cluster: nodes come for a queue and go when it is empty,
+engines for what waits for room on them.
 
 What it decides is tested without a cluster, in tests/unit and tests/integration; `make slurm-test` runs this.
 """
@@ -15,7 +16,7 @@ from tests.helpers.long_forms import SLURM
 from tests.helpers.sandboxes import require_apptainer
 from tests.helpers.stack import ROOT
 from tests.slurm.cluster import PATIENCE_S
-from tests.slurm.service import ENGINE, SlurmService
+from tests.slurm.service import ENGINE, SITE, SlurmService
 
 QUEUED = 40
 """For one node with eight slots of RUN, where INIT may be eight ahead: 24 are left for two more nodes."""
@@ -46,10 +47,10 @@ def autoscale(service, *options):
     return done.stdout
 
 
-def node_jobs(cluster):
+def node_jobs(cluster, role="node"):
     """Their names, of those in arrays that wait one by one."""
     names = cluster.run("squeue", "--noheader", "--array", "--format=%j").split()
-    return [name for name in names if "-node-" in name]
+    return [name for name in names if f"-{role}-" in name]
 
 
 @SLURM.only
@@ -80,3 +81,75 @@ def test_nodes_come_for_a_queue_and_are_drained_when_it_is_empty(service, cluste
     cluster.wait(lambda: len(node_jobs(cluster)) == 1, "one node to be left", 2 * PATIENCE_S)
     service.wait_for_nodes(1)
     service.require_exactly_once(service.submit(4, gates))
+
+
+@pytest.fixture
+def talkers(cluster):
+    """A head, one node, and an engine with room for two rollouts of a thousand tokens."""
+    service = SlurmService(cluster, "talkers")
+    site = cluster.directory / "talkers.toml"
+    site.write_text("\n".join(line for line in SITE.splitlines() if "gpu" not in line))
+    service.env["ROLLOUT_SLURM_SITE"] = str(site)
+    engine = [
+        "--engine-nodes",
+        "1",
+        "--engine-command",
+        f"{ENGINE} --capacity-tokens 3000 --max-model-len 2000",
+    ]
+    try:
+        service.slurm("up", "--nodes", "1", "--slots-run", "6", *engine, "--no-flower")
+        yield service
+    finally:
+        service.slurm("down", "--delete-data")
+
+
+def reserved(service):
+    """Rollouts on each server that takes some."""
+    with service.client as client:
+        return {server.id: server.live_rollouts for server in client.backends() if not server.draining}
+
+
+@SLURM.only
+def test_engines_come_for_what_waits_for_room_and_drain_before_they_go(talkers, cluster):
+    service, scaled = talkers, ["--engines", "1:2"]
+    cluster.wait(lambda: reserved(service), "an engine")
+    gates = [service.gates() for _ in range(6)]
+    ids = [service.submit(1, gate, "spoken", filler="x" * 4000)[0] for gate in gates]
+
+    def arrived():
+        return [gate for gate in gates if list(gate.glob("*.*"))]
+
+    cluster.wait(lambda: len(arrived()) == 2, "two to be placed")
+    waiting = service.submit(20, gates[0], "spoken")
+    with service.client as client:
+        cluster.wait(lambda: client.status()["states"]["running"] == 6, "the others to wait for room")
+    output = autoscale(service, *scaled, "--nodes", "1:3", "--dry-run")
+    assert "100% of RUN waits for room on LLM servers, no reason for nodes: engines" in output
+    assert "engines: 1 (0 coming) → 2, 4 rollouts with " in output and "nodes: 1" not in output
+    assert len(node_jobs(cluster, "engine")) == 1
+    output = autoscale(service, *scaled, "--nodes", "1:3")
+    assert "submitted engine job" in output and "nodes: 1" not in output
+    cluster.wait(lambda: len(arrived()) == 4, "two more to be placed on the second engine")
+    assert sorted(reserved(service).values()) == [2, 2]
+    assert "submitted" not in autoscale(service, *scaled), "two is the most"
+
+    # One stays on each of them.
+    homes = {item.id: item.backend for item in service.get(ids)}
+    kept = {homes[name]: name for name in ids if homes[name]}
+    assert len(kept) == 2
+    for name, gate in zip(ids, gates, strict=True):
+        if name not in kept.values():
+            service.open(gate)
+    service.require_exactly_once([name for name in ids if name not in kept.values()] + waiting)
+    assert sorted(reserved(service).values()) == [1, 1]
+    output = autoscale(service, *scaled, "--hold-s", "0", "--grace", "600")
+    assert "engines: 2 (0 coming) → 1" in output
+    cluster.wait(lambda: len(reserved(service)) == 1, "one of them to take no more")
+    assert len(node_jobs(cluster, "engine")) == 2, "its rollout stands at the gate"
+    assert "→" not in autoscale(service, *scaled, "--hold-s", "0")
+    for gate in gates:
+        service.open(gate)
+    service.require_exactly_once(list(kept.values()))
+    cluster.wait(lambda: len(node_jobs(cluster, "engine")) == 1, "the drained engine to end", 2 * PATIENCE_S)
+    service.require_exactly_once(service.submit(4, gates[0], "spoken"))
+    assert all(item.attempt == 1 for item in service.get(ids)), "nothing was begun anew"

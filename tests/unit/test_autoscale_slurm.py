@@ -134,8 +134,8 @@ def test_engines_of_a_policy_are_told_from_anothers_and_from_servers_that_are_no
 
 
 def test_more_engines_are_submitted_for_their_policy(engines, commands):
-    SlurmEngines(engines, 5).set("default", 4, llm())
-    SlurmEngines(engines, 5).set("judge", 3, llm())
+    SlurmEngines(engines, 5).set("default", 4, {})
+    SlurmEngines(engines, 5).set("judge", 3, {})
     own, judges = commands.called("sbatch")
     assert "--array=1-1" in own.split() and own.endswith(f"engine.sbatch {engines.run.path}")
     assert "--array=1-2" in judges.split() and judges.endswith(f"{engines.run.path} judge")
@@ -146,7 +146,7 @@ def test_of_engines_those_go_first_that_serve_nobody_yet_then_the_one_with_the_l
     engines, commands
 ):
     # g2 runs, but its server is not healthy: the one that waits and it go before one that serves.
-    SlurmEngines(engines, 5).set("default", 1, llm("g2", g1=0.0))
+    SlurmEngines(engines, 5).set("default", 1, SlurmEngines(engines, 5).look("default", llm("g2")).held)
     assert [engines.run.asked_to_drain(f"{job}") for job in ("g1-job20", "g2-job21", "g3-job23")] == [
         None,
         5,
@@ -157,6 +157,8 @@ def test_of_engines_those_go_first_that_serve_nobody_yet_then_the_one_with_the_l
 
 
 def test_the_least_loaded_engine_is_drained(engines, commands):
-    SlurmEngines(engines, 5).set("default", 1, llm(g1=100.0, g2=900.0))
+    held = SlurmEngines(engines, 5).look("default", llm(g1=100.0, g2=900.0)).held
+    assert held == {"g1-job20": 101, "g2-job21": 901}
+    SlurmEngines(engines, 5).set("default", 1, held)
     assert engines.run.asked_to_drain("g1-job20") == 5
     assert engines.run.asked_to_drain("g2-job21") is None

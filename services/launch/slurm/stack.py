@@ -255,6 +255,11 @@ class SlurmStack:
             raise SlurmError(f"no service runs from {self.run.path}; `rollout slurm up` starts one")
         return UpOptions.from_json(saved)
 
+    def require_engines(self) -> None:
+        """SlurmError if `up` was not told what an engine is."""
+        if self.saved()[0].engines is None:
+            raise SlurmError("`up` was told of no engines: give --engine-nodes and --engine-model there")
+
     def scale(
         self,
         target: int,
@@ -283,8 +288,8 @@ class SlurmStack:
             options, where = self.saved()
             if not seen.views:
                 raise SlurmError(f"no service runs from {self.run.path}; `rollout slurm up` starts one")
-            if role == ENGINE and options.engines is None:
-                raise SlurmError("`up` was told of no engines: give --engine-nodes and --engine-model there")
+            if role == ENGINE:
+                self.require_engines()
             kind = STAGES if stages == [DEFAULT_POLICY] else tuple(stages)
             self._submit(plan.submission(self.run, where, options, role, change, kind))
         elif change < 0:
