@@ -142,6 +142,19 @@ def test_the_same_queue_asks_for_nodes_where_the_engines_have_room(redis, heap):
     assert (nodes.did, engines.did) == ([8], [])
 
 
+def test_the_first_engine_comes_for_what_no_server_can_take_and_no_node_does(redis, heap):
+    engines, nodes = Engines(heap), Nodes()
+    assert run(redis, heap, 3) == []
+    ready(redis, 40)
+    autoscaler = scaler(redis, engines, nodes, bounds=(0, 9))
+    autoscaler.tick(0.0)
+    # How many one has room for is not known yet.
+    assert (engines.did, nodes.did) == ([1], [])
+    engines.coming = 1
+    autoscaler.tick(SETTLE_S + 1)
+    assert engines.did == [1]
+
+
 def test_engines_go_after_the_hold_and_never_those_in_use_or_the_last_with_something_waiting(redis, heap):
     engines = Engines(heap)
     engines.start("a", "b", "c")
