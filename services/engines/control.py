@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import Any
 
 import requests
@@ -169,6 +170,11 @@ class VllmControl(Control):
         self._post("/init_weight_transfer_engine", {"init_info": info})
 
     def receive(self, transfer: WeightTransfer) -> None:
+        if not self.backend.healthy:
+            # vLLM 0.32 takes the rest of a sending that broke off for a part of the next one.
+            for step in ("/start_weight_update", "/finish_weight_update"):
+                with suppress(ControlError):
+                    self._post(step, {})
         try:
             # With a body: some versions read one, and those that do not ignore it.
             self._post("/start_weight_update", {})

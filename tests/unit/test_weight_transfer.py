@@ -58,6 +58,18 @@ def test_an_engine_joins_the_group_receives_is_labelled_and_only_then_resumed():
     assert {"connect", "reload"} <= done.seconds.keys()
 
 
+def test_what_a_broken_sending_left_in_the_engine_is_ended_before_the_next():
+    failing = {f"POST {FINISH}": iter_of((500, {"error": {"message": "none is active"}}), 200)}
+    calls, _, done = exchange(request(), failing, healthy=False)
+    assert done.state == "resumed"
+    assert [path for path, _ in calls] == [*STEPS[:2], START, FINISH, *STEPS[2:]]
+
+
+def iter_of(*answers):
+    """One after the other."""
+    return iter(answers).__next__
+
+
 @pytest.mark.parametrize(
     ("part", "absent"),
     [("init_info", {JOIN}), ("update_info", {START, RECEIVE, FINISH})],
