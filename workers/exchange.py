@@ -65,7 +65,7 @@ class Exchange:
                 if transfer is not None and transfer.init_info is not None:
                     with self._timed("connect"):
                         engine.connect(transfer)
-                    if transfer.update_info is None and not self._has_wanted_weights():
+                    if request.only_connects and not self._has_that_version():
                         return self._leave_connected(report)
                 self._enter(BackendUpdateState.LOADING, report)
                 loading = True
@@ -112,15 +112,16 @@ class Exchange:
             engine.load_adapter(request.lora.name, request.path)
         elif request.path is not None:
             engine.load(request.path, request.version)
-        elif request.transfer is not None and request.transfer.update_info is not None:
+        elif request.transfer is not None and not request.only_connects:
             engine.receive(request.transfer)
         engine.label(request.version)
         if request.reset_prefix_cache:
             engine.reset_cache()
 
-    def _has_wanted_weights(self) -> bool:
-        backend = self._backend
-        return backend.healthy and self._backends.wanted_version() in (None, backend.policy_version)
+    def _has_that_version(self) -> bool:
+        """Whether it may be labelled: it is so already, or this is the first label of the fleet."""
+        named = self._backend.policy_version == self._request.version
+        return self._backend.healthy and (named or self._backends.wanted_version() is None)
 
     def _leave_connected(self, report: Report) -> BackendUpdate:
         """Its weights are others, or half of some: they get no label, and it waits for those to come."""

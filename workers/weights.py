@@ -115,8 +115,8 @@ class WeightUpdates:
         writing = threading.Lock()
         if transfer := request.transfer:
             # It is told to the engines once, by this worker, and the record is written at every step.
-            told = transfer.model_copy(update={"init_info": {}, "update_info": None})
-            record.request = request.model_copy(update={"transfer": told})
+            told = {"init_info": transfer.init_info and {}, "update_info": transfer.update_info and {}}
+            record.request = request.model_copy(update={"transfer": transfer.model_copy(update=told)})
         rolling = 0 < request.concurrency < len(update.backends)
 
         with self._leases.hold(work.lease) as lost:
@@ -162,8 +162,8 @@ class WeightUpdates:
         request, update = work.record.request, work.record.update
         update.state = outcome(update)
         update.finished_at = time.time()
+        before = self._store.current()
         if update.state is UpdateState.FAILED:
-            before = self._store.current()
             self._backends.want_version(before.policy.version if before else None)
             self._store.finish(work, None)
             # Nobody serves. Those left without known weights get the ones that were current before.
@@ -173,6 +173,9 @@ class WeightUpdates:
                     self.catch_up(backend)
             return
         self._backends.want_version(request.version)
+        if request.only_connects and before and before.policy.version == request.version:
+            self._store.finish(work, None)
+            return
         policy = Policy(
             **update.model_dump(include={"version", "path", "verified"}),
             lora=update.lora,

@@ -64,7 +64,7 @@ class WeightTransfer(Strict):
     init_info: dict[str, Any] | None = None
     """Given, the engines first join the group that it describes; None = they are in it already."""
     update_info: dict[str, Any] | None = None
-    """What the engines are to receive; None = nothing yet. Those with the current weights get the label."""
+    """What the engines are to receive; None = nothing yet, and `version` is the one that they have."""
 
     @model_validator(mode="after")
     def _complete(self) -> WeightTransfer:
@@ -146,6 +146,11 @@ class PolicyRequest(Strict):
             self.backends = sorted(transfer.ranks)
         return self
 
+    @property
+    def only_connects(self) -> bool:
+        """Whether engines are to join a trainer's group, and nothing comes yet."""
+        return self.transfer is not None and self.transfer.update_info is None
+
 
 class UpdateState(StrEnum):
     """Where an update is. `partly`: at least one backend has the new weights and at least one has not."""
@@ -173,7 +178,7 @@ class BackendUpdateState(StrEnum):
     """It serves the new weights."""
     FAILED = "failed"
     SKIPPED = "skipped"
-    """It was removed meanwhile, or was to be connected only and has not the current weights."""
+    """It was removed meanwhile, or was to be connected only and has another version or unknown weights."""
 
     @property
     def ended(self) -> bool:

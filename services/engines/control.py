@@ -146,6 +146,7 @@ class VllmControl(Control):
         self._post("/pause", mode=mode, clear_cache="false")
 
     def load(self, path: str, version: str) -> None:
+        self._end_broken()
         try:
             self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
         except ControlError as error:
@@ -155,6 +156,13 @@ class VllmControl(Control):
             # at its next step if it is resumed after a reload that failed.
             failed.harmless = self.backend.engine == "embedded" and error.status == 400
             raise failed from error
+
+    def _end_broken(self) -> None:
+        """vLLM 0.32 would take what has come of a sending that broke off for a part of the next weights."""
+        if not self.backend.healthy:
+            for step in ("/start_weight_update", "/finish_weight_update"):
+                with suppress(ControlError):
+                    self._post(step, {})
 
     def reset_cache(self) -> None:
         # Frozen calls hold blocks; only preempted ones let go of what the old weights computed.
@@ -170,11 +178,7 @@ class VllmControl(Control):
         self._post("/init_weight_transfer_engine", {"init_info": info})
 
     def receive(self, transfer: WeightTransfer) -> None:
-        if not self.backend.healthy:
-            # vLLM 0.32 takes the rest of a sending that broke off for a part of the next one.
-            for step in ("/start_weight_update", "/finish_weight_update"):
-                with suppress(ControlError):
-                    self._post(step, {})
+        self._end_broken()
         try:
             # With a body: some versions read one, and those that do not ignore it.
             self._post("/start_weight_update", {})

@@ -324,6 +324,22 @@ def test_weights_that_the_trainer_sent_are_current_and_nobody_can_bring_them_aga
     assert [fleet.get(name).policy_version for name in "abc"] == ["v1", "v1", "v0"]
 
 
+def test_engines_that_only_join_a_group_change_nothing_of_the_current_policy(store, fleet):
+    store.create(PolicyRequest(version="v0", path="/a"), [BACKEND])
+    end(store, current=current_of("v0"))
+    before, age = store.current(), store.age("v0")
+    connect = {"transfer": {**SENT, "update_info": None}, "path": None}
+    assert updated(store, fleet, Engines(fleet), version="v0", **connect).state == "done"
+    assert (store.current(), store.age("v0")) == (before, age), "who comes late can still load them"
+    assert [fleet.get(name).policy_version for name in "abc"] == ["v0"] * 3
+    # A trainer that is elsewhere: they are connected, and labelled as what they have.
+    update = updated(store, fleet, Engines(fleet), version="v7", **connect)
+    assert [backend.state for backend in update.backends.values()] == ["skipped"] * 2
+    assert all(backend.healthy and not backend.paused for backend in fleet.list())
+    assert [fleet.get(name).policy_version for name in "abc"] == ["v0"] * 3
+    assert (store.current(), fleet.wanted_version()) == (before, "v0")
+
+
 def test_a_sending_that_a_killed_worker_had_begun_fails_with_all_its_backends(store, fleet, redis):
     asked = PolicyRequest(version="v1", transfer=SENT)
     made, _ = store.create(asked, [fleet.get("a"), fleet.get("b")])

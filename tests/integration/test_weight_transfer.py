@@ -126,7 +126,8 @@ def test_a_trainer_connects_and_sends_while_rollouts_run_and_every_token_has_its
 
 
 def test_half_a_sending_leaves_the_engine_paused_until_a_trainer_sends_all(world):
-    before = world.client.policy().current.version
+    current = world.client.policy().current
+    before = current.version if current else "step-0"
     told = world.told(world.trainer(world.newest, "half", connected=before, dies=True))
     assert told["code"] == DEAD and "sent" not in told, told
     latest = world.client.policy().history[0]
