@@ -9,10 +9,12 @@ import base64
 import io
 import math
 from collections.abc import Iterable, Mapping
+from itertools import groupby
 from typing import Any
 
 from rollout.schema import Backend
 from services.engines.base import BrokenAnswer, CallAborted, Completion, SampleRequest
+from services.engines.labels import MAX_LABEL, MAX_VERSION, is_shared, split
 
 BEFORE_ITS_TIME = ("abort", "error")
 """Words of vLLM and SGLang for a call that the engine itself has ended."""
@@ -21,8 +23,6 @@ IMPOSSIBLE = -9999.0
 ROUNDING = 1e-4
 """A log-softmax in float32 may round the log-prob of a certain token to just above 0. What is above 0 by no
 more than this is taken as 0, what is above by more is no log-prob."""
-MAX_VERSION = 128
-"""Characters of a policy version, as in `POST /v1/policy`."""
 EXPERT_BYTES = 16_384
 """The most bytes of one token's record of expert choices: 128 layers, 16 experts, 8 bytes each."""
 
@@ -159,13 +159,32 @@ class Verdict:
             self._broken(f"the call was cut at {len(token_ids)} ids, and {most} had room")
 
     def _spans(self, spans: list[Span] | None, length: int, untold: str | None) -> list[Span]:
-        spans = [span for span in spans or [] if span[2] != span[1]]
-        spans = spans or [(untold, 0, length)]
+        told = [span for span in spans or [] if span[2] != span[1]]
+        spans = told or [(untold, 0, length)]
         edges = [0, *(end for _, _, end in spans)]
         ordered = all(start < end for _, start, end in spans)
         if not ordered or [start for _, start, _ in spans] != edges[:-1] or edges[-1] != length:
             self._broken(f"version spans {str(spans)[:200]} do not cover {length} ids")
-        return spans
+        return self._of_policy(spans) if told else spans
+
+    def _of_policy(self, spans: list[Span]) -> list[Span]:
+        """Spans of the engine's labels as those of the policy's versions.
+
+        Raises:
+            CallAborted: An update of the policy failed during the call.
+        """
+        if not is_shared(self._backend):
+            for label, _, _ in spans:
+                if len(label) > MAX_VERSION:
+                    self._broken(f"{label!r:.100} is no policy version")
+            return spans
+        policy = self._backend.policy
+        versions = [(split(label).get(policy), start, end) for label, start, end in spans]
+        if any(version == "" for version, _, _ in versions):
+            raise CallAborted(f"backend {self._backend.id}: an update of policy {policy!r} failed there")
+        # Where another policy was updated there is no border for this one.
+        runs = ([*run] for _, run in groupby(versions, key=lambda span: span[0]))
+        return [(run[0][0], run[0][1], run[-1][2]) for run in runs]
 
     def _cached(self, cached: Any) -> int | None:
         """A number that is for a metric alone: what cannot be is as if it had not been told."""
@@ -263,12 +282,12 @@ def as_spans(values: Iterable[Mapping[str, Any]]) -> list[Span]:
 
 
 def as_version(value: Any) -> str:
-    """The label of weights.
+    """The label of an engine's weights.
 
     Raises:
         TypeError: It is no text, empty, or too long.
     """
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_VERSION:
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_LABEL:
         raise TypeError(f"{value!r:.100} is no policy version")
     return value
 

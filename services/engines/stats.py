@@ -15,6 +15,7 @@ from rollout.schema import Backend, BackendStats
 from services.engines.address import Answer, ask, json_object, root, text_of
 from services.engines.checks import as_version
 from services.engines.credentials import refusal
+from services.engines.labels import versions_of
 
 HEALTH_TIMEOUT_S = 5.0
 """An idle server answers in milliseconds; one that samples on all its cores has taken a second."""
@@ -107,9 +108,14 @@ def samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
 
 
 def current_version(backend: Backend, timeout_s: float = HEALTH_TIMEOUT_S) -> str | None:
-    """The label of the weights a server serves now: another than noted when it was started anew.
+    """The version of the policy's weights that a server serves now; None when it is not told."""
+    return current_versions(backend, timeout_s).get(backend.policy)
 
-    None when it does not say (vLLM tells only with `VLLM_SERVER_DEV_MODE=1`).
+
+def current_versions(backend: Backend, timeout_s: float = HEALTH_TIMEOUT_S) -> dict[str, str | None]:
+    """Each policy's version as a server has it now: another than noted when it was started anew.
+
+    None = not known. Empty when it does not say (vLLM tells only with `VLLM_SERVER_DEV_MODE=1`).
 
     Raises:
         ProbeError: It cannot be reached, or does not accept its key.
@@ -117,11 +123,11 @@ def current_version(backend: Backend, timeout_s: float = HEALTH_TIMEOUT_S) -> st
     for route in WEIGHT_ROUTES[backend.engine]:
         answer = _ask(backend, route, timeout_s)
         if answer.status == 200:
-            return version_in(json_object(answer))
+            return versions_of(backend, version_in(json_object(answer)))
         if answer.status == 401 and backend.key:
             # /health is open to all, calls are not.
             raise ProbeError(_refused(backend, answer))
-    return None
+    return {}
 
 
 def _ask(backend: Backend, path: str, timeout_s: float) -> Answer:
@@ -137,7 +143,7 @@ def _refused(backend: Backend, answer: Answer) -> str:
 
 
 def version_in(info: dict[str, Any]) -> str | None:
-    """`weight_version`; None where it is not told, or is no version."""
+    """`weight_version`, the engine's label; None where it is not told, or is no version."""
     try:
         return as_version(info.get("weight_version"))
     except TypeError:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 
+from rollout.schema.base import DEFAULT_POLICY
+
 
 class Key:
     """A key with places to be filled in, each named between `<` and `>`: `record("r1")`."""
@@ -18,6 +20,11 @@ class Key:
 
     def __call__(self, *parts: str | int) -> str:
         return self._form % parts
+
+
+def of(policy: str) -> str:
+    """What names a policy in keys: nothing for `default`, whose keys are older than names."""
+    return "" if policy == DEFAULT_POLICY else f"/{policy}"
 
 
 record = Key("rollout:{<rollout_id>}")
@@ -224,23 +231,26 @@ backend = Key("backend:<backend_id>")
 """Hash: what changes about a backend (capacity, version, live rollouts, drain, pause, error, stats)."""
 workers = Key("workers:<stage>")
 """Sorted set: worker names of a stage by when they were last heard of (ms)."""
-POLICY_UPDATES = "policy:updates"
-"""Hash: id → a weight update as asked for, and how far it has come (JSON)."""
-POLICY_ORDER = "policy:order"
+POLICIES = "policies"
+"""Set: names of policies that weights were brought to."""
+policy_updates = Key("policy<of>:updates")
+"""Hash: id → a weight update as asked for, and how far it has come (JSON). Here and below, `of` is empty for
+the policy `default` and `/NAME` for another."""
+policy_order = Key("policy<of>:order")
 """List: ids of updates, the newest first."""
-POLICY_ACTIVE = "policy:active"
-"""String: id of the update that has not ended."""
-POLICY_LEASE = "policy:lease"
+policy_active = Key("policy<of>:active")
+"""String: id of the policy's update that has not ended."""
+policy_lease = Key("policy<of>:lease")
 """String: token of the worker that carries it out; expires with the worker."""
-POLICY_CURRENT = "policy:current"
+policy_current = Key("policy<of>:current")
 """String: the weights that new rollouts run on (JSON)."""
 POLICY_BELL = "policy:bell"
-"""List: rung for a worker when there is an update."""
-POLICY_SEQUENCE = "policy:sequence"
+"""List: rung for a worker when there is an update of any policy."""
+policy_sequence = Key("policy<of>:sequence")
 """Sorted set: version → how many changes of the weights there had been with it; the latest 1,000."""
 POLICY_ENDED = "policy:ended"
-"""Stream: ids of updates that ended."""
-POLICY_TOTALS = "policy:totals"
+"""Stream: ids of updates that ended, of all policies."""
+policy_totals = Key("policy<of>:totals")
 """Hash: sums for /metrics."""
 
 
