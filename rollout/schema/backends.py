@@ -76,6 +76,8 @@ class Backend(BaseModel):
     """Label of the weights it serves now."""
     versions: dict[str, str] = Field(default_factory=dict)
     """The same of each policy, where it is known."""
+    rejected: dict[str, str] = Field(default_factory=dict)
+    """Policies that nothing may be sampled from here, and why."""
 
     healthy: bool = True
     reachable: bool = True
@@ -104,6 +106,8 @@ class Backend(BaseModel):
             KeyError: It does not serve that one.
         """
         about = {"model": self.served[policy], "policy": policy, "policy_version": self.versions.get(policy)}
+        if self.reachable:
+            about |= {"healthy": policy not in self.rejected, "error": self.rejected.get(policy)}
         return self.model_copy(update=about)
 
 
