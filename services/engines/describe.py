@@ -7,9 +7,10 @@ from typing import Any
 
 import requests
 
-from rollout.schema import Backend, BackendRequest, EngineApi, EngineName
+from rollout.schema import DEFAULT_POLICY, Backend, BackendRequest, EngineApi, EngineName
 from services.engines.address import ask, json_object, root, text_of
 from services.engines.credentials import REFUSED, KeyProblem, refusal
+from services.engines.labels import versions_of
 from services.engines.stats import MOST, WEIGHT_ROUTES, samples, version_in
 from services.state.backends.store import BackendStore
 
@@ -61,16 +62,24 @@ class _Server:
         self._ask = partial(ask, key=key)
 
     def describe(self, request: BackendRequest) -> Backend:
-        card = self._card(request.model)
+        cards = self._cards()
+        policies, absent = self._policies(request, cards)
+        first = next(iter(policies))
+        # An adapter's card leaves to the one of its base what they share, and one may not be loaded yet.
+        card = cards.get(policies[first]) or next(iter(cards.values()))
+        card = cards.get(_name(card.get("parent")) or "") or card
         engine = self._engine(card)
         info = self._info()
         max_model_len = _positive(card.get("max_model_len")) or _positive(info.get("context_length"))
         if not max_model_len or max_model_len > MAX_CONTEXT:
             raise DescribeError("url", f"{self._url}/v1/models does not say max_model_len of {card['id']!r}")
-        return Backend(
+        backend = Backend(
             id=request.id or BackendStore.id_of(self._url),
             url=self._url,
-            model=card["id"],
+            model=policies[first],
+            policies=policies,
+            policy=first,
+            rejected=absent,
             tokenizer=request.tokenizer
             or _name(info.get("tokenizer_path"))
             or _name(card.get("root"))
@@ -83,16 +92,18 @@ class _Server:
             capacity_tokens=request.capacity_tokens or self._capacity(engine, info),
             max_rollouts=request.max_rollouts,
             key=request.key,
-            policy_version=version_in(self._weights(engine)),
         )
+        versions = versions_of(backend, version_in(self._weights(engine)))
+        backend.versions = {policy: version for policy, version in versions.items() if version}
+        return backend.of(first)
 
     def _get(self, path: str, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
         """The object at a path; empty when the server has none there."""
         answer = self._ask("GET", self._url + path, timeout_s)
         return json_object(answer) if answer.status == 200 else {}
 
-    def _card(self, model: str | None) -> dict[str, Any]:
-        """The entry of the model in `/v1/models`."""
+    def _cards(self) -> dict[str, dict[str, Any]]:
+        """The entries of `/v1/models` by name."""
         answer = self._ask("GET", f"{self._url}/v1/models", TIMEOUT_S)
         if answer.status in REFUSED:
             why = f"HTTP {answer.status}{refusal(answer.status, self._key)}"
@@ -107,12 +118,41 @@ class _Server:
             raise DescribeError("url", f"{self._url}/v1/models is no list of models: {error!r}") from error
         if not cards:
             raise DescribeError("url", f"{self._url}/v1/models lists no model")
-        name = next(iter(cards)) if model is None else model
-        if name not in cards:
-            raise DescribeError(
-                "model", f"{self._url} does not serve {name!r}; it serves: {', '.join(cards):.1000}"
+        return cards
+
+    def _policies(
+        self, request: BackendRequest, cards: dict[str, dict[str, Any]]
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """Each policy's model, and of those whose adapters are not loaded yet what will load them."""
+        asked = request.policies or {DEFAULT_POLICY: None}
+        usual = request.model or next(iter(cards))
+        policies = {policy: model or usual for policy, model in asked.items()}
+        absent: dict[str, str] = {}
+        for policy, model in policies.items():
+            field = "policies" if asked[policy] else "model"
+            if list(policies.values()).count(model) > 1:
+                raise DescribeError(
+                    "policies", f"two policies cannot be one model, and {model!r} is named for several"
+                )
+            if model in cards:
+                continue
+            message = f"{self._url} does not serve {model!r}; it serves: {', '.join(cards):.1000}"
+            if field == "model":
+                raise DescribeError(field, message)
+            if not self._loads_adapters():
+                message += (
+                    "; vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 has updates load it"
+                )
+                raise DescribeError(field, message)
+            absent[policy] = (
+                f"adapter {model!r} is not loaded yet: the first update of policy {policy!r} does it"
             )
-        return cards[name]
+        return policies, absent
+
+    def _loads_adapters(self) -> bool:
+        """Whether updates can load adapters: an empty request is refused where the route is there."""
+        answer = ask("POST", f"{self._url}/v1/load_lora_adapter", TIMEOUT_S, json={})
+        return answer.status in (400, 422)
 
     def _engine(self, card: dict[str, Any]) -> EngineName:
         """Which engine it is. A server in front of another one may name another owner."""

@@ -113,9 +113,18 @@ def current_version(backend: Backend, timeout_s: float = HEALTH_TIMEOUT_S) -> st
 
 
 def current_versions(backend: Backend, timeout_s: float = HEALTH_TIMEOUT_S) -> dict[str, str | None]:
-    """Each policy's version as a server has it now: another than noted when it was started anew.
+    """Each policy's version by `current_label`; None = not known. Empty when the server does not say.
 
-    None = not known. Empty when it does not say (vLLM tells only with `VLLM_SERVER_DEV_MODE=1`).
+    Raises:
+        ProbeError: It cannot be reached.
+    """
+    return versions_of(backend, current_label(backend, timeout_s))
+
+
+def current_label(backend: Backend, timeout_s: float = HEALTH_TIMEOUT_S) -> str | None:
+    """The label of the weights a server has now: another than noted when it was started anew.
+
+    None when it does not say (vLLM tells only with `VLLM_SERVER_DEV_MODE=1`).
 
     Raises:
         ProbeError: It cannot be reached, or does not accept its key.
@@ -123,11 +132,11 @@ def current_versions(backend: Backend, timeout_s: float = HEALTH_TIMEOUT_S) -> d
     for route in WEIGHT_ROUTES[backend.engine]:
         answer = _ask(backend, route, timeout_s)
         if answer.status == 200:
-            return versions_of(backend, version_in(json_object(answer)))
+            return version_in(json_object(answer))
         if answer.status == 401 and backend.key:
             # /health is open to all, calls are not.
             raise ProbeError(_refused(backend, answer))
-    return {}
+    return None
 
 
 def _ask(backend: Backend, path: str, timeout_s: float) -> Answer:

@@ -49,11 +49,19 @@ def register(request: BackendRequest) -> Backend:
     Raises:
         ApiProblem: 400 when it does not answer as an LLM server; 409 when its URL has another id.
     """
+    known, store = _known(request), gateway().backends
+    given: dict[str, object] = {"id": known.id if known else request.id}
+    if known is not None and request.policies is None:
+        # Of one alone the model is told anew.
+        given["policies"] = known.policies if len(known.served) > 1 else dict.fromkeys(known.served)
     try:
-        backend = describe(request.model_copy(update={"id": _known_id(request)}))
+        backend = describe(request.model_copy(update=given))
     except DescribeError as error:
         raise invalid(error.field, error.message) from None
-    return gateway().backends.put(backend, drain=request.drain)
+    added = store.put(backend, drain=request.drain)
+    for policy, why in backend.rejected.items():
+        store.fail(backend.id, why, policy=policy)
+    return (store.get(backend.id) or added) if backend.rejected else added
 
 
 @blueprint.get("/backends/<backend_id>")
@@ -90,19 +98,19 @@ def remove(backend_id: str, force: Force) -> Response:
     return Response(status=204)
 
 
-def _known_id(request: BackendRequest) -> str | None:
-    """The id under which a URL is registered already: a server with two ids would be loaded twice."""
+def _known(request: BackendRequest) -> Backend | None:
+    """The backend that is described anew, by its URL or id: a server with two ids would be loaded twice."""
     url = root(request.url)
     for backend in gateway().backends.list():
-        if root(backend.url) == url and backend.id != request.id:
-            if request.id is None:
-                return backend.id
+        if root(backend.url) == url:
+            if request.id in (None, backend.id):
+                return backend
             raise ApiProblem(
                 409,
                 "Backend exists",
                 f"{url} is registered as {backend.id!r}: remove that first, or leave out id",
             )
-    return request.id
+    return gateway().backends.get(request.id) if request.id is not None else None
 
 
 def _existing(backend_id: str) -> Backend:
