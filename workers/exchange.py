@@ -4,6 +4,9 @@ No new rollouts → pause → load → label → resume → canary → new rollo
 every request, the canary too, so it runs a moment before it is checked; what it samples in that moment counts
 only if the check passes (`BackendStore.fail` takes its calls away, `give_up` ends them).
 
+An engine that serves several policies is paused for all of them. What fails takes one of them away, and the
+others go on: the engine's label says that nothing of that one counts (`services/engines/labels.py`).
+
 Every step may be repeated: a worker may have been killed at any of them. Weights that the trainer sends come
 once, so what a dead worker has begun with them fails instead.
 """
@@ -19,7 +22,9 @@ import structlog
 
 from rollout.policy import BackendUpdate, BackendUpdateState, Canary, PolicyRequest
 from rollout.schema import Backend
-from services.engines.control import Control, ControlError, control_of
+from services.engines.control import GIVE_UP_S, Control, ControlError, control_of
+from services.engines.labels import is_shared, joined, split
+from services.engines.stats import ProbeError, current_label
 from services.state.backends.store import BackendStore
 from services.state.policy.store import LeaseLost
 
@@ -34,9 +39,13 @@ Report = Callable[[BackendUpdate], None]
 
 
 class Exchange:
-    """Brings what a request asks for to one backend."""
+    """Brings what a request asks for to one backend, whose lock is held."""
 
     def __init__(self, backends: BackendStore, backend: Backend, request: PolicyRequest) -> None:
+        """
+        Args:
+            backend: As it serves the policy (`Backend.of`).
+        """
         self._backends = backends
         self._backend = backend
         self._request = request
@@ -87,8 +96,8 @@ class Exchange:
             progress.error = str(error) or type(error).__name__
             self._enter(BackendUpdateState.FAILED, report)
             return progress
-        self._backends.set_version(backend.id, request.version)
-        self._backends.recover(backend.id)
+        self._backends.set_version(backend.id, request.version, policy=backend.policy)
+        self._backends.recover(backend.id, policy=backend.policy)
         self._backends.resume(backend.id)
         self._enter(BackendUpdateState.RESUMED, report)
         return progress
@@ -108,20 +117,37 @@ class Exchange:
     def _load(self) -> None:
         """New weights and their label, before anything is sampled from them."""
         request, engine = self._request, self._engine
+        # Asked before anything changes: an engine that was started anew has lost what others brought to it.
+        label = self._label(request.version)
         if request.lora is not None:
-            engine.load_adapter(request.lora.name, request.path)
+            engine.load_adapter(request.lora.name or self._backend.model, request.path)
         elif request.path is not None:
             engine.load(request.path, request.version)
         elif request.transfer is not None and not request.only_connects:
             engine.receive(request.transfer)
-        engine.label(request.version)
+        engine.label(label)
         if request.reset_prefix_cache:
             engine.reset_cache()
 
+    def _label(self, version: str) -> str:
+        """What the engine is to call its weights once the policy has this version; empty = none that counts.
+
+        Raises:
+            ControlError: It does not say what the other policies that it serves have.
+        """
+        if not is_shared(self._backend):
+            return version
+        try:
+            told = split(current_label(self._backend) or "")
+        except ProbeError as error:
+            raise ControlError(str(error)) from error
+        known = {policy: label for policy, label in told.items() if policy in self._backend.served}
+        return joined(known | {self._backend.policy: version})
+
     def _has_that_version(self) -> bool:
         """Whether it may be labelled: it is so already, or this is the first label of the fleet."""
-        named = self._backend.policy_version == self._request.version
-        return self._backend.healthy and (named or self._backends.wanted_version() is None)
+        named, policy = self._backend.policy_version == self._request.version, self._backend.policy
+        return self._backend.healthy and (named or self._backends.wanted_version(policy=policy) is None)
 
     def _leave_connected(self, report: Report) -> BackendUpdate:
         """Its weights are others, or half of some: they get no label, and it waits for those to come."""
@@ -136,7 +162,7 @@ class Exchange:
 
         With its old weights intact it goes on serving them, to the rollouts it has. Else nothing may be
         sampled from it: its rollouts move away, its calls end, and it stays paused until an update succeeds
-        or the server is restarted.
+        or the server is restarted. One that serves other policies, too, goes on with those.
         """
         backend_id, engine = self._backend.id, self._engine
         log.warning("backend not updated", backend=backend_id, error=str(error), old_weights_intact=intact)
@@ -147,11 +173,19 @@ class Exchange:
                 return
             except ControlError as second:
                 log.warning("backend cannot be resumed", backend=backend_id, error=str(second))
-        self._backends.fail(backend_id, str(error))
+        self._backends.fail(backend_id, str(error), policy=self._backend.policy)
         try:
-            engine.give_up()
+            if is_shared(self._backend):
+                # The update's own time may be over.
+                engine = control_of(self._backend, GIVE_UP_S)
+                engine.label(self._label(""))
+                engine.resume()
+            else:
+                engine.give_up()
         except ControlError as second:
             log.warning("backend does not answer", backend=backend_id, error=str(second))
+            if is_shared(self._backend):
+                self._backends.fail(backend_id, str(second), by="health")
         self._backends.resume(backend_id)
 
 

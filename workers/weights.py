@@ -1,4 +1,4 @@
-"""Weight updates: carries out what `/v1/policy` asked for, one thread a backend.
+"""Weight updates: carries out what `/v1/policies` asked for, one thread a backend.
 
 Whatever happens to the worker, another one begins again with the backends that had not ended, and every step
 may be repeated (`workers/exchange.py`); so no backend stays paused.
@@ -20,6 +20,7 @@ from redis.lock import Lock
 from rollout.policy import BackendUpdate, BackendUpdateState, Policy, UpdateState
 from rollout.schema import Backend
 from services.engines.control import GIVE_UP_S, ControlError, control_of
+from services.engines.labels import is_shared
 from services.engines.stats import ProbeError, current_version
 from services.state.backends.store import BackendStore
 from services.state.policy.store import Current, LeaseLost, PolicyStore, Work, outcome, release
@@ -34,6 +35,8 @@ FIRST_RETRY_S, LAST_RETRY_S = 5.0, 120.0
 """Pauses after a backend did not catch up, doubling from the first to the last."""
 LOCK_POLL_S = 0.05
 """A backend that another thread or worker has in hand is asked for so often. Rare: catch-up meets update."""
+
+IN_HAND = "another policy's update had the backend in hand for too long; ask again"
 
 
 class _Leases:
@@ -91,8 +94,8 @@ class WeightUpdates:
         self._lease_s = lease_s
         self._leases = _Leases(lease_s)
         self._catching = threading.Lock()
-        self._retries: dict[str, tuple[float, float]] = {}
-        """Backend that had to catch up → when it may be tried again, and the pause before that."""
+        self._retries: dict[tuple[str, str], tuple[float, float]] = {}
+        """Backend and policy that had to catch up → when it may be tried again, and the pause before that."""
 
     def claim(self) -> Work | None:
         """An update that nobody carries out; None: there is none."""
@@ -106,7 +109,8 @@ class WeightUpdates:
         """
         record = work.record
         request, update = record.request, record.update
-        bound = log.bind(update_id=update.id, version=update.version)
+        policy = update.policy
+        bound = log.bind(update_id=update.id, policy=policy, version=update.version)
         pending = [name for name, progress in update.backends.items() if not progress.state.ended]
         again = update.started_at is not None
         bound.info("update begins", backends=pending, mode=update.mode, again=again)
@@ -123,7 +127,7 @@ class WeightUpdates:
             self._store.save(work)
             if rolling:
                 # One by one, old and new weights must both take rollouts, or half of the fleet would idle.
-                self._backends.want_version(None)
+                self._backends.want_version(None, policy=policy)
 
             def report(name: str, progress: BackendUpdate) -> None:
                 if lost.is_set():
@@ -134,19 +138,22 @@ class WeightUpdates:
                     self._store.save(work)
 
             def bring(name: str) -> None:
-                backend = self._backends.get(name)
+                backend = self._serving(name, policy)
                 if backend is None:
                     self._forgotten(record.targets.get(name), update.backends[name])
                     report(name, BackendUpdate(state=BackendUpdateState.SKIPPED))
                     return
                 # What a worker that died has begun, nobody knows.
                 fresh = update.backends[name].state is BackendUpdateState.WAITING and not (again and transfer)
-                with self._alone(backend, request.timeout_s):
+                with self._alone(backend, request.timeout_s) as alone:
+                    if not alone and is_shared(backend):
+                        report(name, BackendUpdate(state=BackendUpdateState.FAILED, error=IN_HAND))
+                        return
                     exchange = Exchange(self._backends, backend, request)
                     progress = exchange.run(lambda step: report(name, step), fresh=fresh)
                 if progress.state is BackendUpdateState.RESUMED and not rolling:
                     # Not only at the end: new rollouts must not wait for the slowest backend.
-                    self._backends.want_version(request.version)
+                    self._backends.want_version(request.version, policy=policy)
 
             _each(bring, pending, min(request.concurrency or MAX_THREADS, MAX_THREADS))
             self._end(work)
@@ -160,19 +167,20 @@ class WeightUpdates:
     def _end(self, work: Work) -> None:
         """What the ends of the backends mean for the fleet."""
         request, update = work.record.request, work.record.update
+        name = update.policy
         update.state = outcome(update)
         update.finished_at = time.time()
-        before = self._store.current()
+        before = self._store.current(name)
         if update.state is UpdateState.FAILED:
-            self._backends.want_version(before.policy.version if before else None)
+            self._backends.want_version(before.policy.version if before else None, policy=name)
             self._store.finish(work, None)
             # Nobody serves. Those left without known weights get the ones that were current before.
-            for name in update.backends:
-                backend = self._backends.get(name)
+            for backend_id in update.backends:
+                backend = self._serving(backend_id, name)
                 if backend is not None and backend.reachable and not backend.healthy:
                     self.catch_up(backend)
             return
-        self._backends.want_version(request.version)
+        self._backends.want_version(request.version, policy=name)
         if request.only_connects and before and before.policy.version == request.version:
             self._store.finish(work, None)
             return
@@ -186,18 +194,24 @@ class WeightUpdates:
 
     # -- one backend -------------------------------------------------------------------------
 
-    def catch_up(self, backend: Backend) -> None:
-        """Start to bring the current policy to a backend that was restarted or came late. Returns at once.
+    def _serving(self, backend_id: str, policy: str) -> Backend | None:
+        """A backend as it serves the policy; None: it is gone, or serves others by now."""
+        backend = self._backends.get(backend_id)
+        return backend.of(policy) if backend is not None and policy in backend.served else None
 
-        Until it has arrived, the backend's version keeps new rollouts away. Nothing is started while that
-        already happens, or soon after it has failed: it would freeze the backend's calls again and again.
+    def catch_up(self, backend: Backend) -> None:
+        """Start to bring the current weights of its `policy` to a backend that was restarted or came late.
+
+        Returns at once. Until it has arrived, the backend's version keeps new rollouts away. Nothing is
+        started while that already happens, or soon after it has failed: it would freeze the backend's calls
+        again and again.
         """
         with self._catching:
-            earliest, pause = self._retries.get(backend.id, (0.0, 0.0))
+            earliest, pause = self._retries.get((backend.id, backend.policy), (0.0, 0.0))
             if time.monotonic() < earliest:
                 return
             # Until the attempt has ended; its end sets the next one's time.
-            self._retries[backend.id] = (float("inf"), pause)
+            self._retries[backend.id, backend.policy] = (float("inf"), pause)
         threading.Thread(target=self._catch_up, args=(backend,), name="catch-up", daemon=True).start()
 
     def _catch_up(self, backend: Backend) -> None:
@@ -207,12 +221,12 @@ class WeightUpdates:
         except Exception:
             log.exception("catch-up broke off", backend=backend.id)
         with self._catching:
-            pause = self._retries[backend.id][1]
+            pause = self._retries[backend.id, backend.policy][1]
             pause = min(max(2 * pause, FIRST_RETRY_S), LAST_RETRY_S) if failed else 0.0
-            self._retries[backend.id] = (time.monotonic() + pause, pause)
+            self._retries[backend.id, backend.policy] = (time.monotonic() + pause, pause)
 
     def bring_current(self, backend: Backend) -> bool | None:
-        """Give a backend the current policy.
+        """Give a backend the current weights of its `policy`.
 
         Returns:
             True: it serves it now. False: a step failed; the backend's `error` says which. None: there was
@@ -224,7 +238,8 @@ class WeightUpdates:
             return None
         try:
             # Asked only under the lock: an update that begins now waits for it, and has the last word.
-            current = None if self._store.under_way() else self._store.current()
+            policy = backend.policy
+            current = None if self._store.under_way(policy) else self._store.current(policy)
             if current is None or current.request.path is None:
                 return None
             progress = BackendUpdate()
@@ -238,6 +253,7 @@ class WeightUpdates:
         log.info(
             "backend caught up" if progress.error is None else "backend did not catch up",
             backend=backend.id,
+            policy=policy,
             version=current.policy.version,
             update_id=current.policy.update_id,
             error=progress.error,
@@ -246,7 +262,7 @@ class WeightUpdates:
 
     def _serves(self, backend: Backend, version: str) -> bool:
         """Whether the engine itself says that it has these weights, and nothing speaks against it."""
-        known = self._backends.get(backend.id)
+        known = self._serving(backend.id, backend.policy)
         if known is None or not known.healthy or known.paused:
             return False
         try:
@@ -254,20 +270,20 @@ class WeightUpdates:
                 return False
         except ProbeError:
             return False
-        self._backends.set_version(backend.id, version)
+        self._backends.set_version(backend.id, version, policy=backend.policy)
         return True
 
     @contextmanager
-    def _alone(self, backend: Backend, patience_s: float) -> Iterator[None]:
-        """Have a backend to oneself; a lock left by a dead worker runs out with its lease."""
+    def _alone(self, backend: Backend, patience_s: float) -> Iterator[bool]:
+        """Have a backend to oneself, if that comes in time; a dead worker's lock runs out with its lease."""
         lock = self._store.lock(backend.id, self._lease_s)
         if not lock.acquire(blocking_timeout=patience_s + self._lease_s, sleep=LOCK_POLL_S):
-            log.warning("backend is locked; going on", backend=backend.id)
-            yield
+            log.warning("backend is locked", backend=backend.id)
+            yield False
             return
         try:
             with self._leases.hold(lock):
-                yield
+                yield True
         finally:
             release(lock)
 

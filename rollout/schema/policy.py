@@ -39,8 +39,9 @@ class Canary(Strict):
 class LoraAdapter(Strict):
     """A LoRA adapter that is exchanged in place of the whole weights."""
 
-    name: Annotated[str, Field(min_length=1, max_length=128)]
-    """The model name under which the server offers it; backends must be registered with that `model`."""
+    name: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    """The model name under which the server offers it, which backends must have been registered with for the
+    policy; None = that one."""
 
 
 TransferBackend = Literal["nccl", "ipc"]
@@ -128,7 +129,8 @@ class PolicyRequest(Strict):
     @model_validator(mode="after")
     def _adapter_has_a_path(self) -> PolicyRequest:
         if self.lora is not None and self.path is None:
-            raise ValueError(f"adapter {self.lora.name!r} needs `path`, the directory that it is loaded from")
+            adapter = f"adapter {self.lora.name!r}" if self.lora.name else "an adapter"
+            raise ValueError(f"{adapter} needs `path`, the directory that it is loaded from")
         return self
 
     @model_validator(mode="after")

@@ -161,7 +161,7 @@ class NoBackends:
     def get(self, _):
         return None
 
-    def want_version(self, version):
+    def want_version(self, version, policy="default"):
         self.versions.append(version)
 
 
@@ -427,13 +427,13 @@ def test_a_backend_that_does_not_catch_up_is_tried_ever_more_rarely(store, fleet
         for _ in range(3):
             updates.catch_up(sglang("a"))  # two at a time would freeze its calls twice
         go_on.set()
-        wait_until(lambda: updates._retries["a"][0] < float("inf"), PATIENCE_S, "the attempt to end")
+        wait_until(lambda: updates._retries["a", "default"][0] < float("inf"), PATIENCE_S, "the attempt to end")
         go_on.clear()
-        assert updates._retries["a"][1] == pause
+        assert updates._retries["a", "default"][1] == pause
         if pause:
-            assert updates._retries["a"][0] > time.monotonic() + pause / 2
+            assert updates._retries["a", "default"][0] > time.monotonic() + pause / 2
             updates.catch_up(sglang("a"))  # too early
-        updates._retries["a"] = (0.0, pause)
+        updates._retries["a", "default"] = (0.0, pause)
     assert tried == ["a"] * 4
 
 

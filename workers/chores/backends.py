@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from rollout.schema import Backend, Stage
-from services.engines.stats import ProbeError, current_version, probe
+from services.engines.stats import ProbeError, current_versions, probe
 from services.state import keys
 from workers.chores.base import Chore
 from workers.services import WorkerServices
@@ -84,7 +84,7 @@ class Keeper(Chore):
         away = not backend.reachable
         try:
             stats = probe(backend, PROBE_TIMEOUT_S)
-            version = current_version(backend, PROBE_TIMEOUT_S)
+            versions = current_versions(backend, PROBE_TIMEOUT_S)
         except ProbeError as error:
             watch.failures += 1
             watch.good_since = None
@@ -106,7 +106,7 @@ class Keeper(Chore):
         watch.next_at = now + self._probe_s
         if not backend.paused:
             # Before it is taken again: a restarted server must not get rollouts as what it was before.
-            self._check_version(backend, version)
+            self._check_versions(backend, versions)
         if away:
             bound.info("backend is back")
             self._backends.recover(backend.id, by="health")
@@ -122,11 +122,16 @@ class Keeper(Chore):
         watch.next_at = time.monotonic() + pause
         self._backends.fail(backend.id, error, by="health")
 
-    def _check_version(self, backend: Backend, version: str | None) -> None:
+    def _check_versions(self, backend: Backend, told: dict[str, str | None]) -> None:
         """A server that was started again has the weights it started with."""
-        if version is not None and version != backend.policy_version:
-            self.log.warning("backend has other weights", backend=backend.id, version=version)
-            self._backends.set_version(backend.id, version)
-        current = self._backends.wanted_version()
-        if current is not None and current != (backend.policy_version if version is None else version):
-            self._catch_up(backend)
+        for policy in backend.served:
+            known = backend.versions.get(policy)
+            version = told.get(policy, known)
+            if version != known:
+                self.log.warning(
+                    "backend has other weights", backend=backend.id, policy=policy, version=version
+                )
+                self._backends.set_version(backend.id, version, policy=policy)
+            current = self._backends.wanted_version(policy)
+            if current is not None and current != version:
+                self._catch_up(backend.of(policy))

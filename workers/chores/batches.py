@@ -13,7 +13,7 @@ from dataclasses import replace
 import redis
 
 from rollout.batch import Batch, BatchRequest, BatchState, Verdict
-from rollout.schema import Rollout, RolloutRequest
+from rollout.schema import DEFAULT_POLICY, Rollout, RolloutRequest
 from services.state import keys
 from services.state.batches.store import FILL_AT_ONCE, BatchStore, NoSuchBatch, Starting, Todo
 from services.state.tenants import QuotaExceeded, Tenant
@@ -145,7 +145,10 @@ class Batcher(Chore):
         if config.max_staleness is None:
             return False
         versions = {version for member in members for version in member.policy_versions}
-        return max(map(self._policy.age, versions), default=0) > config.max_staleness
+        policy = members[0].request.policy if members else DEFAULT_POLICY
+        return (
+            max((self._policy.age(version, policy) for version in versions), default=0) > config.max_staleness
+        )
 
     # -- ending ------------------------------------------------------------------------------
 

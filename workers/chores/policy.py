@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
+import redis
+
 from rollout.schema import Stage
-from services.state.policy.store import LeaseLost
-from workers.chores.base import Chore
+from services.state.policy.store import LeaseLost, Work
+from workers.chores.base import CHORE_FAILURES, Chore
 from workers.services import WorkerServices
 
 BELL_S = 1.0
@@ -23,12 +27,21 @@ class Updater(Chore):
         return services.serves(Stage.RUN)
 
     def tick(self) -> None:
-        """Carry out an update, or wait for one."""
+        """Begin to carry out an update, or wait for one. Those of several policies run at once."""
         work = self._services.weights.claim()
         if work is None:
             self._services.policy.await_bell(BELL_S)
             return
+        threading.Thread(target=self._carry_out, args=(work,), name="update", daemon=True).start()
+
+    def _carry_out(self, work: Work) -> None:
         try:
             self._services.weights.carry_out(work)
         except LeaseLost as error:
             self.log.warning("update given up", error=str(error))
+        except redis.RedisError as error:
+            CHORE_FAILURES.labels(self.name).inc()
+            self.log.warning("update broken off: Redis does not answer", error=str(error))
+        except Exception:
+            CHORE_FAILURES.labels(self.name).inc()
+            self.log.exception("update broken off")

@@ -169,7 +169,7 @@ def test_suspects_are_told_once_with_how_often(heap):
 
 
 def test_versions_are_known_that_an_update_brought(heap, client):
-    client.zadd(keys.POLICY_SEQUENCE, {"v1": 1})
+    client.zadd(keys.policy_sequence(""), {"v1": 1})
     assert [heap.knows_version(version) for version in ("v1", "v2", None)] == [True, False, False]
 
 
