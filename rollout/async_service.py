@@ -11,6 +11,7 @@ import httpx
 
 from rollout.http import Gateway, Polls, present
 from rollout.schema import (
+    DEFAULT_POLICY,
     Backend,
     BackendRequest,
     Canary,
@@ -18,6 +19,7 @@ from rollout.schema import (
     Fleet,
     HandlerInfo,
     PauseMode,
+    PolicyList,
     PolicyRequest,
     PolicyStatus,
     PolicyUpdate,
@@ -51,10 +53,17 @@ class AsyncService(Gateway):
         capacity_tokens: int | None = None,
         max_rollouts: int | None = None,
         drain: bool = False,
+        policies: Mapping[str, str | None] | None = None,
         key: str | None = None,
-        policies: dict[str, str | None] | None = None,
+        text_only: bool = False,
     ) -> Backend:
-        """Register an LLM server; one that is registered already is described anew. See `BackendRequest`."""
+        """Register an LLM server; one that is registered already is described anew. See `BackendRequest`.
+
+        Args:
+            policies: Each policy that it serves, with its model there; None = `model`.
+            key: Name of a file with what calls to it carry, in the service's directory of them.
+            text_only: It tells no token ids, and can serve judges and users alone.
+        """
         request = BackendRequest(
             url=url,
             id=id,
@@ -64,8 +73,9 @@ class AsyncService(Gateway):
             capacity_tokens=capacity_tokens,
             max_rollouts=max_rollouts,
             drain=drain,
+            policies=None if policies is None else dict(policies),
             key=key,
-            policies=policies,
+            text_only=text_only,
         )
         return await self.fetch(Backend, "POST", "/v1/backends", body=request)
 
@@ -89,9 +99,13 @@ class AsyncService(Gateway):
 
     # ------------------------------------------------------------------------------ policy
 
-    async def policy(self) -> PolicyStatus:
-        """The current policy, the update under way, and the latest ones."""
-        return await self.fetch(PolicyStatus, "GET", "/v1/policy")
+    async def policies(self) -> list[PolicyStatus]:
+        """Every policy, by name."""
+        return (await self.fetch(PolicyList, "GET", "/v1/policies")).policies
+
+    async def policy(self, name: str = DEFAULT_POLICY) -> PolicyStatus:
+        """A policy's current weights, the update under way, and the latest ones."""
+        return await self.fetch(PolicyStatus, "GET", _policy_path(name))
 
     async def update_policy(
         self,
@@ -101,12 +115,13 @@ class AsyncService(Gateway):
         mode: PauseMode = "keep",
         canary: Canary | None = None,
         wait: float = 60.0,
+        policy: str = DEFAULT_POLICY,
         **more: Any,
     ) -> PolicyUpdate:
-        """Bring new weights to the backends.
+        """Bring new weights to the backends that serve a policy.
 
         Sending the same version and path again is harmless while the first update is under way or once it is
-        done; another update meanwhile is refused (`ApiError` 409).
+        done; another update of the policy meanwhile is refused (`ApiError` 409).
 
         Args:
             path: Checkpoint directory as the backends see it; None = they have the weights already.
@@ -120,22 +135,24 @@ class AsyncService(Gateway):
         polls = Polls(wait)
         first = polls.next()
         request = PolicyRequest(version=version, path=path, mode=mode, canary=canary, wait=first, **more)
-        update = await self.fetch(PolicyUpdate, "POST", "/v1/policy", body=request, wait=first)
+        update = await self.fetch(PolicyUpdate, "POST", _policy_path(policy), body=request, wait=first)
         while not update.state.ended and not polls.over:
-            update = await self.policy_update(update.id, polls.next())
+            update = await self.policy_update(update.id, polls.next(), policy=policy)
             await polls.pause()
         return update
 
-    async def forget_policy(self) -> None:
+    async def forget_policy(self, policy: str = DEFAULT_POLICY) -> None:
         """Have backends of any weights take rollouts, because nobody can bring the current ones any more.
 
         Refused (`ApiError` 409) while a backend that is registered serves them, or an update is under way.
         """
-        await self.send("DELETE", "/v1/policy")
+        await self.send("DELETE", _policy_path(policy))
 
-    async def policy_update(self, update_id: str, wait: float = 0.0) -> PolicyUpdate:
+    async def policy_update(
+        self, update_id: str, wait: float = 0.0, *, policy: str = DEFAULT_POLICY
+    ) -> PolicyUpdate:
         """One update, once it has ended or after `wait` seconds (at most what the gateway allows)."""
-        path = f"/v1/policy/updates/{quote(update_id, safe='')}"
+        path = f"{_policy_path(policy)}/updates/{quote(update_id, safe='')}"
         return await self.fetch(PolicyUpdate, "GET", path, params={"wait": round(wait, 3)}, wait=wait)
 
     # ------------------------------------------------------------------------------ training
@@ -190,6 +207,11 @@ class AsyncService(Gateway):
             answer = response.text[:300]
         answer = answer if isinstance(answer, dict) else {"detail": answer}
         return {**answer, "ready": response.status_code == 200}
+
+
+def _policy_path(name: str) -> str:
+    # Older gateways know only the one.
+    return "/v1/policy" if name == DEFAULT_POLICY else f"/v1/policies/{quote(name, safe='')}"
 
 
 def _backend_path(backend_id: str) -> str:

@@ -203,6 +203,7 @@ class Client:
     backend = _blocking(AsyncClient.backend)
     drain_backend = _blocking(AsyncClient.drain_backend)
     remove_backend = _blocking(AsyncClient.remove_backend)
+    policies = _blocking(AsyncClient.policies)
     policy = _blocking(AsyncClient.policy)
     update_policy = _blocking(AsyncClient.update_policy)
     forget_policy = _blocking(AsyncClient.forget_policy)

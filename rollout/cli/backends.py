@@ -48,14 +48,30 @@ def list_backends(as_json: bool, url: str | None) -> None:
 @click.argument("server", metavar="SERVER")
 @click.option("--id", "backend_id", help="Name for it. [default: made from the address]")
 @click.option("--model", help="Name to ask for. [default: the first one the server lists]")
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    metavar="NAME[=MODEL]",
+    help="A policy that it serves, with its adapter's name there; may be given several times. [default: as "
+    "before, or default]",
+)
+@click.option(
+    "--key", help="Name of the file with what calls to it carry, in the service's directory of them."
+)
+@click.option("--text-only", is_flag=True, help="It tells no token ids: for judges and users alone.")
 @click.option("--tokenizer", help="Path or hub name. [default: as the server says]")
 @click.option("--logprobs-mode", type=click.Choice(["raw_logprobs", "processed_logprobs"]))
 @click.option("--capacity-tokens", type=click.IntRange(1), help="Size of its cache. [default: as it says]")
 @click.option("--key", help="Name of the file in ROLLOUT_ENGINE_KEYS whose token its calls carry.")
 @click.option("--max-rollouts", type=click.IntRange(1), help="Most at once. [default: as its cache has room]")
 @url_option
-def add_backend(server: str, backend_id: str | None, url: str | None, **fields: Any) -> None:
+def add_backend(
+    server: str, backend_id: str | None, policies: tuple[str, ...], url: str | None, **fields: Any
+) -> None:
     """Register the LLM server at the address SERVER; a registered one is asked again what it serves."""
+    named = (policy.partition("=") for policy in policies)
+    fields["policies"] = {name: model or None for name, _, model in named} or None
     with valid(), connect(url) as client:
         show_view(render.backends_table([client.add_backend(server, id=backend_id, **fields)]))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,7 @@ from rich.text import Text
 
 from rollout.cli.common import Column, Sheet, node_shown, or_dash
 from rollout.schema import (
+    DEFAULT_POLICY,
     Backend,
     BackendUpdateState,
     Batch,
@@ -383,9 +384,9 @@ def backends_table(backends: Sequence[Backend], tokens_per_s: dict[str, float] |
         Column("id", lambda backend: backend.id, whole=True),
         Column("state", _backend_state),
         Column("url", lambda backend: backend.url, drop=9),
-        Column("model", lambda backend: backend.model, drop=8),
+        Column("model", lambda backend: _by_policy(backend, backend.served), drop=8),
         Column("engine", engine, drop=7),
-        Column("version", lambda backend: backend.policy_version or "–"),
+        Column("version", lambda backend: _by_policy(backend, _versions(backend))),
         Column("rollouts", lambda backend: str(backend.live_rollouts), True),
         Column("load", load, True, 10),
         Column("running", stat("running"), True, 5),
@@ -401,9 +402,24 @@ def backends_table(backends: Sequence[Backend], tokens_per_s: dict[str, float] |
     return Sheet(columns, backends)
 
 
+def _versions(backend: Backend) -> dict[str, str | None]:
+    return backend.versions or {backend.policy: backend.policy_version}
+
+
+def _by_policy(backend: Backend, words: Mapping[str, str | None]) -> str:
+    """A word for each policy that it serves; with its name, unless that is `default` alone."""
+    named = {policy: words.get(policy) or "–" for policy in backend.served}
+    if [*named] == [DEFAULT_POLICY]:
+        return named[DEFAULT_POLICY]
+    return ", ".join(f"{policy}={word}" for policy, word in named.items())
+
+
 def _backend_state(backend: Backend) -> Text:
     if not backend.healthy:
         return Text(f"unhealthy: {_shorten(backend.error or 'no reason given', 60)}", style="red")
+    if backend.rejected:
+        why = "; ".join(f"{policy}: {text}" for policy, text in backend.rejected.items())
+        return Text(f"not for {_shorten(why, 60)}", style="yellow")
     states = [name for name in ("draining", "paused") if getattr(backend, name)]
     return Text(", ".join(states), style="yellow") if states else Text("ready", style="green")
 
@@ -424,12 +440,13 @@ def policy_view(status: PolicyStatus) -> RenderableType:
         over = update.started_at and update.finished_at
         return f"{update.finished_at - update.started_at:.3f}" if over else "–"
 
-    now = status.current
-    if now is None:
-        head = Text("none: backends of any weights take rollouts")
-    else:
-        path = now.path or "weights brought by the trainer"
-        head = Text(f"{now.version} ({path}{'' if now.verified else ', not verified'})")
+    head = [("policy", _current(status))]
+    if status.name != DEFAULT_POLICY:
+        head = [
+            ("policy", Text(status.name)),
+            ("backends", Text(_or_none(status.backends))),
+            ("weights", head[0][1]),
+        ]
     columns = [
         Column("update", lambda update: update.id, whole=True),
         Column("version", lambda update: update.version, whole=True),
@@ -439,7 +456,35 @@ def policy_view(status: PolicyStatus) -> RenderableType:
         Column("seconds", seconds, True),
     ]
     history = ["", Sheet(columns, status.history)] if status.history else []
-    return Group(_grid([("policy", head)]), *history)
+    return Group(_grid(head), *history)
+
+
+def policies_table(policies: Sequence[PolicyStatus]) -> Sheet:
+    """One line a policy."""
+
+    def update(status: PolicyStatus) -> str | Text:
+        latest = status.update or next(iter(status.history), None)
+        return Text.assemble(latest.version, " ", _update_state(latest)) if latest else "–"
+
+    columns = [
+        Column("policy", lambda status: status.name, whole=True),
+        Column("backends", lambda status: _or_none(status.backends)),
+        Column("latest update", update, drop=1),
+        Column("weights", _current),
+    ]
+    return Sheet(columns, policies)
+
+
+def _or_none(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def _current(status: PolicyStatus) -> Text:
+    now = status.current
+    if now is None:
+        return Text("none: backends of any weights take rollouts")
+    path = now.path or "weights brought by the trainer"
+    return Text(f"{now.version} ({path}{'' if now.verified else ', not verified'})")
 
 
 def _update_state(update: PolicyUpdate) -> Text:
@@ -450,6 +495,7 @@ def update_view(update: PolicyUpdate) -> RenderableType:
     """One update, a line a backend."""
     rows: list[tuple[str, RenderableType]] = [
         ("update", update.id),
+        *([("policy", Text(update.policy))] if update.policy != DEFAULT_POLICY else []),
         ("version", Text(update.version)),
         ("state", _update_state(update)),
         *(("warning", Text(line, style="yellow")) for line in update.warnings),

@@ -7,6 +7,7 @@ from flask import current_app
 from services.dispatch import Dispatcher
 from services.gateway.auth import Guard
 from services.gateway.page.hub import Hub
+from services.gateway.policies import PolicyChecker
 from services.gateway.tasks import TaskChecker
 from services.gateway.waiting import Places, WaitingRoom
 from services.queues import make_celery
@@ -57,6 +58,7 @@ class Gateway:
         self.sessions = SessionStore(client)
         self.guard = Guard(KeyStore(client), self.sessions)
         self.tasks = TaskChecker(self.fleet)
+        self.policies = PolicyChecker(self.policy, self.backends)
         self.dispatcher = Dispatcher(make_celery(settings), self.rollouts)
         self.streams = Places(
             settings.sse_streams,

@@ -47,6 +47,7 @@ def check_submission(
     # First what the tenant may use: whether another handler exists is none of its business.
     refuse(not_permitted(named, gate.tasks.handlers(), gate.settings), 403, "Not permitted")
     gate.tasks.check(named)
+    refuse(gate.policies.unfit(named))
     refuse(_too_large(named, gate.settings.max_group_bytes, n))
     refuse(_undeliverable(named, gate.settings, gate.webhook_addresses))
     refuse(_without_capture(named, gate.tasks.handlers(), gate.settings))
