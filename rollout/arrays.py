@@ -8,6 +8,7 @@ A record is a msgpack map:
                 logprobs  bin: one number a token from the first sampled one on, 0.0 where none was sampled
                 width     bytes of such a number: 4 (float32) or 8 (float64), little-endian
                 runs      [tokens, version] a segment; version indexes `versions`, -1 = not sampled
+                own       false: it is another policy's than the agent's; left out where it is true
     versions  policy versions, str or nil
     document  everything else: the trajectory's JSON without `token_ids` and `logprobs`; str, or bin = zlib
 
@@ -62,7 +63,7 @@ class WireError(ValueError):
 # ---------------------------------------------------------------------------------- records
 
 
-class ChainRecord(Struct, frozen=True):
+class ChainRecord(Struct, frozen=True, omit_defaults=True):
     """One chain, its arrays still bytes."""
 
     ids: bytes
@@ -70,6 +71,8 @@ class ChainRecord(Struct, frozen=True):
     width: Literal[4, 8]
     runs: list[tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=NOT_SAMPLED)]]]
     """Tokens of each segment, and the index of its policy version or -1."""
+    own: bool = True
+    """Whether it is the agent's."""
 
     def __post_init__(self) -> None:
         tokens = sum(length for length, _ in self.runs)
@@ -125,14 +128,15 @@ class Record(Struct, frozen=True):
                 record.fill(chain["segments"])
         return Trajectory.model_validate(document)
 
-    def roles(self) -> list[str]:
-        """What each chain was for.
+    def taught(self) -> list[bool]:
+        """What `Chain.teaches` is of each chain.
 
         Raises:
             WireError: The document is damaged.
         """
         with self._opened() as document:
-            return [chain.get("role", "agent") for chain in document["chains"]]
+            said = [(chain.get("trained"), chain.get("role", "agent")) for chain in document["chains"]]
+        return [role in TRAINED if trained is None else bool(trained) for trained, role in said]
 
     def tokenizer(self) -> str | None:
         """What `Trajectory.tokenizer` is.
@@ -192,7 +196,7 @@ def _chain_record(chain: Chain, versions: dict[str | None, int]) -> ChainRecord:
             raise WireError(f"a sampled segment of {tokens} tokens does not have as many log-probs")
         runs.append((tokens, versions.setdefault(segment.policy_version, len(versions))))
         logprobs += segment.logprobs
-    return ChainRecord(pack_ids(ids), *pack_logprobs(logprobs), runs)
+    return ChainRecord(pack_ids(ids), *pack_logprobs(logprobs), runs, chain.policy is None)
 
 
 def pack_ids(ids: list[int]) -> bytes:
@@ -354,6 +358,8 @@ class ChainArrays:
         self.versions = versions
         """Policy versions, which `policy_versions` indexes."""
         self.prompt_tokens = record.prompt_tokens
+        self.own = record.own
+        """Whether it is the agent's."""
 
     @cached_property
     def token_ids(self) -> np.ndarray:
@@ -395,14 +401,14 @@ class ChainArrays:
 
 
 class Arrays(ChainArrays):
-    """The arrays of a trajectory: those of its last chain, and of each in `chains`."""
+    """The arrays of a trajectory: those of the agent's last chain, and of each in `chains`."""
 
     def __init__(self, record: Record) -> None:
         """
         Raises:
-            LookupError: No model call was made: there are no chains.
+            LookupError: No model call was made: there is no chain of the agent.
         """
-        if not record.chains:
+        if not record.chains or not record.chains[-1].own:
             raise LookupError("the trajectory is empty: no model call was made")
         self.record = record
         self.chains = [ChainArrays(chain, record.versions) for chain in record.chains]
@@ -415,13 +421,13 @@ class Arrays(ChainArrays):
 
     @cached_property
     def trained(self) -> list[ChainArrays]:
-        """The chains to learn from: something was sampled in them, and their roles are trained.
+        """The chains to learn from: something was sampled in them, and they teach.
 
-        Roles are in the document, which is read where there are several chains: one alone is the agent's.
+        The document says which, and is read where there are several: the agent's alone does.
         """
-        roles = self.record.roles() if len(self.chains) > 1 else ["agent"]
-        pairs = zip(self.chains, roles, strict=True)
-        return [chain for chain, role in pairs if role in TRAINED and chain.loss_mask.any()]
+        taught = self.record.taught() if len(self.chains) > 1 else [True]
+        pairs = zip(self.chains, taught, strict=True)
+        return [chain for chain, teaches in pairs if teaches and chain.loss_mask.any()]
 
     def trajectory(self) -> Trajectory:
         """The whole trajectory, messages too, with Python lists."""

@@ -383,15 +383,16 @@ def read_rollouts(response: httpx.Response, model: type[M], *, arrays_only: bool
 def _attach(rollout: Rollout, record: Record, *, arrays_only: bool) -> None:
     from rollout.arrays import Arrays
 
-    if record.chains:
+    spoke = bool(record.chains) and record.chains[-1].own
+    if spoke:
         # Where the cached property looks for it: these arrays lie in the bytes of the answer.
         rollout.__dict__["arrays"] = Arrays(record)
-    if not (arrays_only and record.chains):
+    if not (arrays_only and spoke):
         rollout.trajectory = record.trajectory()
 
 
 def leave_arrays(rollout: Rollout) -> None:
     """Turn the trajectory of a rollout into its arrays; one without chains stays as it is."""
-    if rollout.trajectory is not None and rollout.trajectory.chains:
+    if rollout.trajectory is not None and rollout.trajectory.own:
         _ = rollout.arrays
         rollout.trajectory = None

@@ -30,7 +30,11 @@ async def evaluate(run: StageRun) -> Finish:
     handler = run.handler
     reason = FinishReason(claim.finish_reason) if claim.finish_reason else None
     trajectory = _trajectory(claim)
-    before = dict(trajectory.artifacts), len(trajectory.warnings)
+
+    def kept() -> tuple[object, ...]:
+        return dict(trajectory.artifacts), len(trajectory.warnings), len(trajectory.chains)
+
+    before = kept()
     left = {"artifacts": trajectory.artifacts, "trajectory": trajectory, "finish_reason": reason}
     ctx = run.context(EvalContext, metrics=claim.metrics, **left)
     limit = claim.request.limits.eval_timeout_s
@@ -42,6 +46,7 @@ async def evaluate(run: StageRun) -> Finish:
     except (SandboxError, AgentFault) as error:
         reward, more = await _without_sandbox(run, ctx, error), {}
     finally:
+        await run.others.close(trajectory, ctx.metrics)
         if ctx.sandbox is not None:
             await ctx.sandbox.close()
     check_artifacts(ctx.artifacts, handler.name)
@@ -50,10 +55,13 @@ async def evaluate(run: StageRun) -> Finish:
         # RUN was cut off by its time limit: the score stands, and the state says how it came about.
         State.TIMED_OUT if reason is FinishReason.TIME_LIMIT else State.COMPLETED,
         outcome_fields(
-            reward=reward.value, reward_components=json.dumps(reward.components), metrics=ctx.metrics
+            reward=reward.value,
+            reward_components=json.dumps(reward.components),
+            role_rewards=json.dumps(reward.roles),
+            metrics=ctx.metrics,
         ),
         # Written once more only where EVAL has added to it: it may be large.
-        trajectory if (trajectory.artifacts, len(trajectory.warnings)) != before else None,
+        trajectory if kept() != before else None,
     )
 
 
@@ -96,5 +104,6 @@ def _trajectory(claim: Claim) -> Trajectory:
 def _check(reward: object, handler: str) -> None:
     if not isinstance(reward, Reward):
         raise HandlerError(f"{handler}.evaluate returned {type(reward).__name__}, not Reward")
-    if not all(math.isfinite(value) for value in (reward.value, *reward.components.values())):
+    numbers = (reward.value, *reward.components.values(), *reward.roles.values())
+    if not all(math.isfinite(value) for value in numbers):
         raise HandlerError(f"{handler}.evaluate returned a reward that is not finite: {reward}")

@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -31,7 +31,7 @@ from workers.agent.placement import Placements, PromptSizes
 from workers.agent.replay import Action, ReplayRouter
 from workers.agent.router import BackendRouter, Router
 from workers.agent.turns import TurnLog
-from workers.errors import TaskError
+from workers.errors import InfrastructureError, TaskError
 from workers.evaluate import evaluate
 from workers.handlers.base import AgentHandler
 from workers.held import Held
@@ -84,7 +84,7 @@ class Server(Placements):
         taken = self._placed.backend is not None and self._placed.backend.id in exclude
         return Placed("none", None, "it failed") if taken else self._placed
 
-    async def release(self, rollout_id: str) -> bool:
+    async def release(self, rollout_id: str, **_: Any) -> bool:
         return True
 
     async def suspect(self, backend_id: str) -> None:
@@ -105,12 +105,21 @@ class InProcess:
     """Runs rollouts of one handler here."""
 
     def __init__(
-        self, handler: AgentHandler[Any], model: Model | None = None, settings: Settings | None = None
+        self,
+        handler: AgentHandler[Any],
+        model: Model | None = None,
+        settings: Settings | None = None,
+        others: Mapping[str, Model] | None = None,
     ) -> None:
-        """`model`: None is enough for a handler that uses none."""
+        """
+        Args:
+            model: None is enough for a handler that uses none.
+            others: Where turns of other policies come from, by their names.
+        """
         self.handler = handler
         self.model = model or Actions([], "")
         self.settings = settings or Settings()
+        self.others = others or {}
 
     async def run(self, request: RolloutRequest) -> list[Rollout]:
         """The `n` rollouts of a request, one after the other; each has ended, whatever went wrong in it."""
@@ -152,8 +161,12 @@ class _Episode:
             raise TaskError("agent: a program drives turns where there is a whole service alone")
         return self._runner.handler
 
-    def router(self, claim: Claim) -> Router:
-        return self._runner.model.router(claim, self._http)
+    def router(self, claim: Claim, policy: str | None = None, slot: str = "") -> Router:
+        own = self._runner.model if policy in (None, claim.request.policy) else None
+        model = own or self._runner.others.get(policy)
+        if model is None:
+            raise InfrastructureError(f"no backend of policy {policy!r}: name one with `others`")
+        return model.router(claim, self._http)
 
     def turn_log(self, claim: Claim, held: Held) -> TurnLog:
         return TurnLog(held=held)

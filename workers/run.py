@@ -12,6 +12,7 @@ from sandbox.errors import SandboxError, SandboxGone
 from services.state.rollouts.store import Finish
 from services.state.turns.entries import trajectory_of
 from workers.agent.loop import AgentLoop
+from workers.agent.others import refuse_text
 from workers.agent.turns import TurnLog
 from workers.errors import AgentFault, HandlerError, StageError, StageTimeout, TaskError
 from workers.handlers.base import RunContext, check_artifacts
@@ -47,14 +48,16 @@ async def run_turns(run: StageRun) -> Finish:
     try:
         if handler.uses_model:
             # Before the clock starts: waiting for room on a backend is waiting in a queue.
-            await router.acquire(run.services.prompts.expected(handler.name, claim.request.task))
+            tokens = run.services.prompts.expected(handler.name, claim.request.task)
+            refuse_text(await router.acquire(tokens))
         log.begin()
         limit = claim.request.limits.run_timeout_s - log.spent_before_s
         async with time_limit(limit, StageTimeout, "run_timeout_s"):
             reason = FinishReason(await handler.run(ctx))
         log.settle()
         check_artifacts(ctx.artifacts, handler.name)
-    except StageTimeout:
+    except StageTimeout as late:
+        run.others.check_late(late)
         reason = FinishReason.TIME_LIMIT
         if log.repeats:
             # There was not even time to go through what former workers did.
@@ -90,6 +93,7 @@ async def run_turns(run: StageRun) -> Finish:
         agent.metrics.update(router.metrics)
         if not keeps:
             await router.release()
+        await run.others.close(agent.trajectory, agent.metrics)
         if ctx.sandbox is not None:
             await ctx.sandbox.close()
     if handler.uses_model and "error" not in fields and not agent.trajectory.sampled_tokens:
@@ -131,7 +135,7 @@ async def _follow(run: StageRun, sandbox: SandboxClient, log: TurnLog) -> bool:
 
 def unsampled(reason: FinishReason, trajectory: Trajectory) -> StageError:
     """Why a rollout is not scored in which the model said nothing: no reward could teach anything."""
-    ids = sum(len(chain.token_ids) for chain in trajectory.chains)
+    ids = sum(len(chain.token_ids) for chain in trajectory.own)
     if reason is FinishReason.TIME_LIMIT:
         return StageTimeout("run_timeout_s passed before the model had said anything")
     if reason is FinishReason.CONTEXT_LENGTH:

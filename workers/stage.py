@@ -18,6 +18,7 @@ from sandbox.client import SandboxClient
 from sandbox.errors import ImageError, RuntimeUnavailable, SandboxError
 from sandbox.spec import Fate
 from services.state.rollouts.store import ABSENT, Claim, Finish
+from workers.agent.others import Others
 from workers.agent.placement import PromptSizes
 from workers.agent.router import Router
 from workers.agent.turns import TurnLog
@@ -61,7 +62,7 @@ class StageServices(SandboxServices, Protocol):
     prompts: PromptSizes
 
     def handler(self, request: RolloutRequest) -> AgentHandler[Any]: ...
-    def router(self, claim: Claim) -> Router: ...
+    def router(self, claim: Claim, policy: str | None = None, slot: str = "") -> Router: ...
     def turn_log(self, claim: Claim, held: Held) -> TurnLog: ...
     def other_nodes(self, rollout_id: str) -> tuple[set[str], set[str]]: ...
 
@@ -81,6 +82,7 @@ class StageRun:
             fence=claim.fence,
         )
         self.sandboxes = Sandboxes(services, claim)
+        self.others = Others(self)
 
     @property
     def has_sandbox(self) -> bool:
@@ -120,6 +122,7 @@ class StageRun:
             log=self.log,
             sandbox=SandboxClient(claim.sandbox_socket) if claim.sandbox_socket else None,
             sandboxes=self.sandboxes,
+            others=self.others,
             **more,
         )
 

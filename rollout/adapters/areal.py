@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def tensor_dict(rollout: Rollout, *, step_of: StepOf = step_of) -> dict[str, np.ndarray] | None:
     """`input_ids`, `loss_mask`, `logprobs`, `versions`, `attention_mask` (1 × tokens) and `rewards` (1).
 
-    Of the last chain to learn from. `versions` is -1 on what was not sampled. None for a rollout
+    Of the agent's last chain to learn from. `versions` is -1 on what was not sampled. None for a rollout
     that must not be learned from, which AReaL then leaves out.
 
     Raises:
@@ -29,7 +29,7 @@ def tensor_dict(rollout: Rollout, *, step_of: StepOf = step_of) -> dict[str, np.
         return None
     try:
         # A later one ends in a prompt that may be what did not fit.
-        arrays = rollout.arrays.trained[-1]
+        arrays = [chain for chain in rollout.arrays.trained if chain.own][-1]
     except LookupError:
         return None
     prompt = arrays.prompt_tokens

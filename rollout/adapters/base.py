@@ -7,6 +7,9 @@ sampled), and for its reward none, or the mean of the others in its group: no ba
 
 Chains that were `discarded`, or `auxiliary` to the task, are nobody's sample. Of the others each sampled
 token is in one alone, and all have their rollout's reward and advantage: a group counts rollouts, not chains.
+
+Chains of other policies are samples where the request says that their role is trained. Such a role has a
+reward of its own where its handler gave it one (`role_rewards`), and then the mean of its own in each group.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from rollout.schema import Chain, FinishReason, Rollout, Trajectory
-from rollout.schema.trajectory import TRAINED
+from rollout.schema.trajectory import ChainRole
 
 TRUNCATED = frozenset(
     {
@@ -67,8 +70,8 @@ def _silent(rollout: Rollout) -> bool:
 
 
 def teaches(chain: Chain) -> bool:
-    """Whether something was sampled in it, and for a role that is trained."""
-    return chain.role in TRAINED and any(segment.sampled for segment in chain.segments)
+    """Whether something was sampled in it that is to be learned from."""
+    return chain.teaches and any(segment.sampled for segment in chain.segments)
 
 
 def trajectory_of(rollout: Rollout) -> Trajectory | None:
@@ -101,13 +104,18 @@ def samples(rollout: Rollout) -> list[Sample]:
     ]
 
 
+def own_samples(rollout: Rollout) -> list[Sample]:
+    """Those of the agent, for trainers that know one reward a rollout."""
+    return [sample for sample in samples(rollout) if sample.chain.policy is None]
+
+
 def last_sample(rollout: Rollout) -> Sample:
-    """The last chain to learn from, for trainers that take one row a rollout.
+    """The agent's last chain to learn from, for trainers that take one row a rollout.
 
     Without one it is a row that weighs nothing: two ids that every vocabulary has, neither sampled. The
     prompt is not in it, for it may be what did not fit.
     """
-    return next(reversed(samples(rollout)), None) or weightless()
+    return next(reversed(own_samples(rollout)), None) or weightless()
 
 
 def weightless() -> Sample:
@@ -115,33 +123,38 @@ def weightless() -> Sample:
     return Sample(Chain(), True, [0], [0], [0], [0.0], [None])
 
 
-def neutral_reward(group: Iterable[Rollout]) -> float:
+def reward_of(rollout: Rollout, role: ChainRole = "agent") -> float | None:
+    """The reward of a role: its own, or the rollout's where it has none."""
+    return rollout.role_rewards.get(role, rollout.reward)
+
+
+def neutral_reward(group: Iterable[Rollout], role: ChainRole = "agent") -> float:
     """The mean reward of those that were judged: what a dropped member gets; 0.0 where none was."""
-    rewards = [rollout.reward for rollout in group if usable(rollout)]
+    rewards = [reward_of(rollout, role) for rollout in group if usable(rollout)]
     return sum(rewards) / len(rewards) if rewards else 0.0
 
 
-def _with_means(rollouts: Iterable[Rollout]) -> list[tuple[float, float]]:
+def _with_means(rollouts: Iterable[Rollout], role: ChainRole) -> list[tuple[float, float]]:
     """For each its reward and the mean of its group, which stands for a reward that is not to be used."""
     groups: dict[str, list[Rollout]] = {}
     every = list(rollouts)
     for rollout in every:
         groups.setdefault(rollout.group_id, []).append(rollout)
-    means = {group_id: neutral_reward(group) for group_id, group in groups.items()}
+    means = {group_id: neutral_reward(group, role) for group_id, group in groups.items()}
     return [
-        (rollout.reward if usable(rollout) else means[rollout.group_id], means[rollout.group_id])
+        (reward_of(rollout, role) if usable(rollout) else means[rollout.group_id], means[rollout.group_id])
         for rollout in every
     ]
 
 
-def rewards(rollouts: Iterable[Rollout]) -> list[float]:
-    """A reward for each; dropped ones get the mean of their group."""
-    return [reward for reward, _ in _with_means(rollouts)]
+def rewards(rollouts: Iterable[Rollout], role: ChainRole = "agent") -> list[float]:
+    """A reward of the role for each; dropped ones get the mean of their group."""
+    return [reward for reward, _ in _with_means(rollouts, role)]
 
 
-def advantages(rollouts: Iterable[Rollout]) -> list[float]:
-    """Each reward less the mean of its group; 0.0 for what may not be learned from."""
-    return [reward - mean for reward, mean in _with_means(rollouts)]
+def advantages(rollouts: Iterable[Rollout], role: ChainRole = "agent") -> list[float]:
+    """Each reward of the role less the mean of its group; 0.0 for what may not be learned from."""
+    return [reward - mean for reward, mean in _with_means(rollouts, role)]
 
 
 def step_of(version: str | None) -> int:

@@ -9,8 +9,9 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from rollout.adapters.base import samples, usable, weightless
-from rollout.schema import Chain, Message, Rollout, Segment, calls_of
+from rollout.adapters.base import own_samples, usable, weightless
+from rollout.schema import Chain, Message, Rollout, Segment
+from rollout.schema.calls import calls_of
 
 TOKENS = {"prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts"}
 
@@ -54,12 +55,12 @@ def masked(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def output_of(rollout: Rollout) -> list[dict[str, Any]]:
-    """The items of the last chain to learn from.
+    """The items of the agent's last chain to learn from.
 
     Those of a rollout that must not be learned from have no tokens, and an item that weighs nothing follows:
     NeMo RL takes rows with the same first prompt for a group, and counts masked ones in its mean.
     """
-    sequences, unread = samples(rollout), rollout.trajectory.unread if rollout.trajectory else ()
+    sequences, unread = own_samples(rollout), rollout.trajectory.unread if rollout.trajectory else ()
     items = output_items(sequences[-1].chain, rollout.id, unread) if sequences else []
     if usable(rollout):
         return items

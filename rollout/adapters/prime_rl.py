@@ -7,14 +7,19 @@ verifiers is: 0.4.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
-from rollout.adapters.base import samples, usable
+from rollout.adapters.base import own_samples, samples, usable
 from rollout.schema import Chain, Message, Rollout, Segment, State
 
 
 def training_samples(
-    rollout: Rollout, *, advantage: float | None = None, env_name: str | None = None
+    rollout: Rollout,
+    *,
+    advantage: float | None = None,
+    role_advantages: Mapping[str, float] | None = None,
+    env_name: str | None = None,
 ) -> list[dict[str, Any]]:
     """Arguments of `TrainingSample`, one a chain; none for a dropped rollout, which teaches nothing.
 
@@ -23,6 +28,7 @@ def training_samples(
     Args:
         advantage: Of the rollout, for every token that was sampled; see `base.advantages`. None = none is
             set, which prime-rl's trainer takes only where a sample's weights for RL are 0.
+        role_advantages: Of roles that other policies play and that are trained; the others have `advantage`.
         env_name: None = the handler's name.
     """
     if not usable(rollout):
@@ -39,14 +45,15 @@ def training_samples(
             "temperatures": [rollout.request.sampling.temperature] * len(tokens),
             "env_name": env_name or rollout.handler,
         }
-        rows.append(row if advantage is None else row | {"advantages": [advantage * bit for bit in mask]})
+        value = (role_advantages or {}).get(sample.chain.role, advantage)
+        rows.append(row if value is None else row | {"advantages": [value * bit for bit in mask]})
     return rows
 
 
 def trace_fields(rollout: Rollout) -> dict[str, Any]:
     """Arguments of a verifiers `Trace` beside `task` and `agent`, which are the caller's."""
     nodes: list[dict[str, Any]] = []
-    for sample in samples(rollout):
+    for sample in own_samples(rollout):
         nodes += _nodes(sample.chain, len(nodes))
     names = (rollout.reward_components or {"reward": rollout.reward}) if usable(rollout) else {}
     error = rollout.error

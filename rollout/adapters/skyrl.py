@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rollout.adapters.base import TRUNCATED, Sample, last_sample, rewards, samples
+from rollout.adapters.base import TRUNCATED, Sample, last_sample, own_samples, rewards
 from rollout.schema import Rollout
 
 
@@ -15,13 +15,14 @@ def generator_output(
     """A `GeneratorOutput`.
 
     Args:
-        step_wise: A row for every chain, `is_last_step` set on a rollout's last; else the last chain alone.
-            SkyRL takes a group's advantages from the last rows, one a rollout, and gives them to the others.
+        step_wise: A row for every chain of the agent, `is_last_step` set on a rollout's last; else the last
+            chain alone. SkyRL takes a group's advantages from the last rows, one a rollout, and gives them to
+            the others: so there is no row for the chains of another policy, which has a reward of its own.
         trajectory_id: SkyRL's class `TrajectoryID`; without it the ids are dicts.
     """
     rows: list[tuple[Rollout, Sample, float, bool]] = []
     for rollout, reward in zip(rollouts, rewards(rollouts), strict=True):
-        steps = samples(rollout)[:-1] if step_wise else []
+        steps = own_samples(rollout)[:-1] if step_wise else []
         rows += [(rollout, sample, reward, False) for sample in steps]
         rows.append((rollout, last_sample(rollout), reward, True))
     return {

@@ -6,10 +6,11 @@ slime is not on the package index (a package of that name is another one): the n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from rollout.adapters.base import TRUNCATED, Sample, advantages, rewards, samples, usable, weightless
 from rollout.schema import Rollout, State
+from rollout.schema.trajectory import OtherRole
 
 
 def sample_dicts(
@@ -25,12 +26,16 @@ def sample_dicts(
             rollout has several.
     """
     rows = []
-    values = advantages(group) if centred else rewards(group)
-    for number, (rollout, reward) in enumerate(zip(group, values, strict=True), first_index):
+    values_of = advantages if centred else rewards
+    values = {role: values_of(group, role) for role in ("agent", *get_args(OtherRole))}
+    for number, rollout in enumerate(group):
         # Without a turn there is nothing to learn from, but slime counts the members of a group.
         for sample in samples(rollout) or [weightless()]:
-            place = {"group_index": group_index, "index": first_index + len(rows), "rollout_id": number}
-            rows.append(_fields(rollout, sample, reward) | place)
+            place = {"group_index": group_index, "index": first_index + len(rows)}
+            place["rollout_id"] = first_index + number
+            rows.append(
+                _fields(rollout, sample, values.get(sample.chain.role, values["agent"])[number]) | place
+            )
     return rows
 
 

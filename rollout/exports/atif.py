@@ -15,7 +15,6 @@ from rollout import __version__
 from rollout.exports.steps import Step, agent_of, facts, file_name, iso, steps_of, timed
 from rollout.schema import Chain, Rollout, Trajectory
 from rollout.schema.agents import CallRecord
-from rollout.schema.trajectory import TRAINED
 
 SOURCES = {"system": "system", "user": "user", "assistant": "agent", "tool": "user"}
 MOST_PROMPT_IDS = 4_000_000
@@ -65,7 +64,7 @@ def _part(rollout: Rollout, record: Trajectory, number: int, talk: list[Step], w
     for place, step in enumerate(talk, start=1):
         steps.append({"step_id": place} | _step(step, calls.get(step.call_id)))
         if step.sampled.segments:
-            metrics = _metrics(step, chain.role in TRAINED, calls.get(step.call_id))
+            metrics = _metrics(step, chain.teaches, calls.get(step.call_id))
             added = {"prompt_token_ids": ids[: step.prompt]} if whole else {}
             metrics["extra"] |= {} if whole else {"added_prompt_ids": ids[seen : step.prompt]}
             steps[-1] |= {"llm_call_count": 1, "metrics": metrics | added}

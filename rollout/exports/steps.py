@@ -55,7 +55,7 @@ def steps_of(chain: Chain, unread: Iterable[Message] = ()) -> list[Step]:
             steps[-1].sampled.segments.append(segment)
             steps[-1].message = [steps[-1].message, *segment.messages][-1]
         prompt += len(segment.token_ids)
-    _add(steps, unread, False)
+    _add(steps, [*chain.texts, *unread], False)
     return steps
 
 
@@ -102,6 +102,7 @@ def agent_of(rollout: Rollout) -> str:
 def facts(rollout: Rollout) -> dict[str, Any]:
     """What formats have no field for, as JSON."""
     kept = {"group_id", "index", "handler", "state", "attempt", "reward", "reward_components", "drop"}
+    kept |= {"role_rewards"}
     kept |= {
         "drop_reason",
         "finish_reason",

@@ -8,7 +8,6 @@ chain's segments is the prompt that the engine saw at the last call plus what it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -167,8 +166,13 @@ class Chain(BaseModel):
     """Whose turns they are; None = of the policy that the rollout's request names."""
     tokenizer: str | None = None
     """As the trajectory's, which None stands for."""
+    model: str | None = None
+    """As the trajectory's, of a chain that names a policy."""
     trained: bool | None = None
     """Whether it is to be learned from; None = as its role says."""
+    text_only: bool = False
+    """True: its policy told no ids. It has no segments, and what was said is in `texts`."""
+    texts: list[Message] = Field(default_factory=list)
 
     @property
     def teaches(self) -> bool:
@@ -258,13 +262,18 @@ class Trajectory(BaseModel):
         return self
 
     @property
+    def own(self) -> list[Chain]:
+        """The agent's chains, which come after those of other policies."""
+        return [chain for chain in self.chains if chain.policy is None]
+
+    @property
     def chain(self) -> Chain:
-        """The last chain, the one that reached the end of the rollout.
+        """The agent's last chain, the one that reached the end of the rollout.
 
         Raises:
-            LookupError: No model call was made yet.
+            LookupError: It has made no model call yet.
         """
-        if not self.chains:
+        if not self.chains or self.chains[-1].policy is not None:
             raise LookupError("the trajectory is empty: no model call was made")
         return self.chains[-1]
 
@@ -290,39 +299,27 @@ class Trajectory(BaseModel):
 
     @property
     def messages(self) -> list[Message]:
-        """The messages of the last chain, and what nobody read after it, for readers and scorers."""
-        segments = self.chains[-1].segments if self.chains else []
+        """The messages of the agent's last chain, and what nobody read after it, for readers and scorers."""
+        segments = self.own[-1].segments if self.own else []
         return [m for segment in segments for m in segment.messages] + self.unread
 
     @property
     def versions_used(self) -> list[str]:
-        """Policy versions that sampled it, over all chains, in order of first use."""
-        sampled = (s for chain in self.chains for s in chain.segments if s.sampled)
+        """Policy versions that sampled it, over the agent's chains, in order of first use."""
+        sampled = (s for chain in self.own for s in chain.segments if s.sampled)
         return list(dict.fromkeys(s.policy_version for s in sampled if s.policy_version is not None))
 
     @property
     def turns(self) -> int:
-        """Number of model calls, over all chains."""
-        return len({s.call_id for chain in self.chains for s in chain.segments if s.sampled})
+        """Number of the agent's model calls, over its chains."""
+        return len({s.call_id for chain in self.own for s in chain.segments if s.sampled})
 
     @property
     def sampled_tokens(self) -> int:
-        """Number of ids that the engine sampled, over all chains."""
-        return sum(len(s.token_ids) for chain in self.chains for s in chain.segments if s.sampled)
+        """Number of ids that were sampled in the agent's chains."""
+        return sum(len(s.token_ids) for chain in self.own for s in chain.segments if s.sampled)
 
     def final_text(self) -> str:
         """Text of the last assistant message, or the empty string."""
         said = (message.text for message in reversed(self.messages) if message.role == "assistant")
         return next(said, "")
-
-
-def calls_of(chain: Chain) -> Iterator[list[Segment]]:
-    """Segments of a chain, those of one model call together."""
-    together: list[Segment] = []
-    for segment in chain.segments:
-        if together and not (segment.sampled and together[-1].call_id == segment.call_id):
-            yield together
-            together = []
-        together.append(segment)
-    if together:
-        yield together

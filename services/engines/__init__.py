@@ -7,6 +7,7 @@ Nothing here does I/O for a model call: an `Engine` builds the request and reads
 from __future__ import annotations
 
 from rollout.schema import Backend, EngineApi
+from services.engines.chat import Chat
 from services.engines.sglang import SGLang
 from services.engines.vllm import VllmCompletions, VllmGenerate
 from services.engines.wire import Engine
@@ -15,6 +16,7 @@ ENGINES: dict[EngineApi, type[Engine]] = {
     "generate": VllmGenerate,
     "completions": VllmCompletions,
     "sglang": SGLang,
+    "chat": Chat,
 }
 
 

@@ -58,6 +58,8 @@ class Tenant(BaseModel):
     """Names or patterns of policies that its rollouts may call."""
     runtimes: tuple[str, ...] | None = None
     """Sandbox runtimes that a request may name; None = all that isolate."""
+    policies: tuple[str, ...] | None = None
+    """Names or patterns of policies that its requests and their handlers may name."""
     mounts: tuple[str, ...] | None = None
     """Paths of nodes, or patterns of them, that sandboxes may show, with all below; None = what each node's
     operator allows."""

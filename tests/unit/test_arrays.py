@@ -82,7 +82,7 @@ def test_roles_parents_and_the_receipt_are_in_the_document():
     receipt.asked = [Asked(parameters={"temperature": 0.5, "stop": ["\n"]}, calls=2)]
     made = Trajectory(chains=[one, other], receipt=receipt)
     record = arrays.decode(arrays.encode(made))
-    assert record.trajectory() == made and record.roles() == ["sub_agent", "agent"]
+    assert record.trajectory() == made and record.taught() == [True, True]
     assert [view.token_ids.tolist() for view in Arrays(record).trained] == [[1, 2, 3, 4]] * 2
 
 
@@ -94,7 +94,7 @@ def test_a_record_without_roles_is_of_agents_and_one_with_more_than_is_known_is_
         for name in ("receipt", "role", "parent"):
             entry.pop(name, None)
     old = arrays.decode(msgpack.packb(fields | {"document": json.dumps(document)}))
-    assert old.trajectory() == made and old.roles() == ["agent", "agent"]
+    assert old.trajectory() == made and old.taught() == [True, True]
     # Readers of the releases before this one pass over roles and receipts as this one does over this:
     document["later"] = document["chains"][0]["later"] = {"a": 1}
     new = arrays.decode(msgpack.packb(fields | {"document": json.dumps(document)}))

@@ -37,6 +37,8 @@ def takeover_obstacle(before: Backend, after: Backend) -> str | None:
     Ids mean the same where all that makes them is the same, whatever the tokenizers are called. A
     shorter context would refuse, or silently clip, what was budgeted for the longer one.
     """
+    if after.api == "chat":
+        return f"backend {after.id}: it is text only"
     if after.max_model_len < before.max_model_len:
         return f"backend {after.id}: its context of {after.max_model_len} ids is below {before.max_model_len}"
     if after.tokenizer == before.tokenizer:

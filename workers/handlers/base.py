@@ -22,6 +22,7 @@ from rollout.trajectory import FinishReason, Message, Trajectory
 from sandbox.client import SandboxClient
 from sandbox.spec import Limits
 from workers.agent.loop import AgentLoop
+from workers.agent.others import Asking, Others
 from workers.agent.tools import Tool
 from workers.errors import HandlerError, TaskError
 from workers.sandboxes import Sandboxes
@@ -50,10 +51,12 @@ class Reward:
     """What the trainer gets."""
     components: dict[str, float] = field(default_factory=dict)
     """Parts of it, for logs and dashboards."""
+    roles: dict[str, float] = field(default_factory=dict)
+    """Rewards of other policies by their role, where they are not the agent's."""
 
 
 @dataclass
-class Context(Generic[TaskT]):
+class Context(Asking, Generic[TaskT]):
     """What every stage of a rollout has at hand."""
 
     rollout_id: str
@@ -73,6 +76,7 @@ class Context(Generic[TaskT]):
     """Texts of RUN and EVAL that are kept in the trajectory, such as a patch; at most 4 MiB in all."""
     sandboxes: Sandboxes = None  # type: ignore[assignment]
     """Boots sandboxes on this node, which end with the rollout."""
+    others: Others = None  # type: ignore[assignment]
 
     @property
     def limits(self) -> RolloutLimits:

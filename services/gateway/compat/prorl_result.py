@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from rollout.adapters.base import weightless
 from rollout.schema import HandlerInfo, Rollout, State
-from rollout.schema.trajectory import calls_of
+from rollout.schema.calls import calls_of
 from rollout.summary import SUCCESS
 from rollout.trajectory import Chain, FinishReason, Message, Trajectory
 from services.gateway.compat.calls import lacking

@@ -311,6 +311,7 @@ def rollout_of(
             "request": request,
             "reward": record.get("reward") or None,
             "reward_components": _numbers(record.get("reward_components")),
+            "role_rewards": _numbers(record.get("role_rewards")),
             "drop": record.get("drop") == "1",
             "finish_reason": record.get("finish_reason") or None,
             "error": from_json(record["error"]) if record.get("error") else None,
