@@ -3,72 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
 from typing import Any
 
-import aiohttp
 import pytest
 
 from rollout.adapters import base as adapters
 from rollout.arrays import Arrays
-from rollout.schema import Backend, Blame, Limits, Rollout, RolloutRequest, SamplingParams, State
+from rollout.schema import Blame, Limits, RolloutRequest, SamplingParams, State
 from rollout.trajectory import FinishReason, Message
-from services.engines.base import SampleRequest
-from services.engines.chat import TextCompletion
 from services.settings import Settings
-from services.state.rollouts.store import Claim
 from services.state.tenants import Tenant
+from tests.helpers.others import Source, played, said
 from workers import inprocess
 from workers.agent import others as others_module
-from workers.agent.replay import Action, ReplayRouter
 from workers.errors import InfrastructureError, ModelError
 from workers.handlers import AgentHandler, EvalContext, Reward, RunContext
 from workers.handlers.base import AnyTask
-from workers.inprocess import Actions, InProcess, demo_tokenizer
+from workers.inprocess import InProcess
 
 ASKED = [Message(role="user", content="1 plus 1")]
-
-
-def said(*texts: str) -> list[Message]:
-    return [Message(role="user", content=text) for text in texts]
-
-
-class Router(ReplayRouter):
-    """Plays actions, or fails; notes what it was asked and whether its place was given back."""
-
-    def __init__(self, source: Source) -> None:
-        super().__init__([Action(content=text) for text in source.texts], demo_tokenizer())
-        self._source = source
-
-    async def acquire(self, tokens: int = 1) -> Backend:
-        backend = await super().acquire(tokens)
-        self.backend = backend.model_copy(update={"api": self._source.api, "policy": "other"})
-        return self.backend
-
-    async def generate(self, request: SampleRequest, timeout_s: float) -> Any:
-        self._source.asked.append(request)
-        if self._source.fails:
-            await self._source.fails()
-        if self._source.api != "chat":
-            return await super().generate(request, timeout_s)
-        message = Message(role="assistant", content=next(self._actions).content)
-        return TextCompletion(request.call_id, [], [], "stop", [], message=message, tokens=7)
-
-    async def release(self) -> None:
-        self._source.released += 1
-
-
-class Source:
-    """A policy's backend; a `workers.inprocess.Model`."""
-
-    def __init__(self, *texts: str, fails: Callable[[], Any] | None = None, api: str = "generate") -> None:
-        self.texts, self.fails, self.api = texts, fails, api
-        self.asked: list[SampleRequest] = []
-        self.held = self.released = 0
-
-    def router(self, claim: Claim, http: aiohttp.ClientSession) -> Router:
-        self.held += 1
-        return Router(self)
 
 
 class Asks(AgentHandler[AnyTask]):
@@ -96,15 +49,6 @@ class Asks(AgentHandler[AnyTask]):
         return Reward(0.0) if self._hook else None
 
 
-def played(
-    handler: AgentHandler[Any], sources: dict[str, Source], n: int = 1, **request: Any
-) -> Sequence[Rollout]:
-    model = Actions([Action(content="2")], demo_tokenizer())
-    runner = InProcess(handler, model, Settings(retry_delay_s=0.01), sources)
-    request = {"limits": Limits(max_attempts=2)} | request
-    return asyncio.run(runner.run(RolloutRequest(handler=handler.name, n=n, **request)))
-
-
 async def chat(ctx: RunContext[AnyTask]) -> None:
     async with ctx.model("simulator", role="user") as user:
         assert (await user.ask(said("hello"))).text == "who is there"
@@ -121,7 +65,7 @@ async def judged(ctx: EvalContext[AnyTask]) -> Reward:
 
 def test_other_policies_chains_come_before_the_agents_and_count_for_nothing_of_it():
     user, judge = Source("who is there", "go on"), Source("yes")
-    (done,) = played(Asks(chat, judged), {"simulator": user, "judge": judge}, sampling=SamplingParams(seed=5))
+    done = played(Asks(chat, judged), {"simulator": user, "judge": judge}, sampling=SamplingParams(seed=5))
     assert (done.state, done.reward, done.role_rewards) == (State.COMPLETED, 1.0, {"user": 0.25})
     record = done.trajectory
     about = [(c.role, c.policy, c.model, c.teaches) for c in record.chains]
@@ -156,7 +100,7 @@ def test_a_trained_role_is_sampled_as_the_request_says_and_is_a_sample_with_its_
             await user.ask(said("hello"))
 
     user = Source("hi")
-    (done,) = played(Asks(play, judged), {"simulator": user, "judge": Source("yes")}, trained_roles=["user"])
+    done = played(Asks(play, judged), {"simulator": user, "judge": Source("yes")}, trained_roles=["user"])
     assert (user.asked[0].sampling.temperature, user.asked[0].max_tokens) == (1.0, 9)
     assert [sample.chain.role for sample in adapters.samples(done)] == ["user", "agent"]
     assert (adapters.rewards([done]), adapters.rewards([done], "user")) == ([1.0], [0.25])
@@ -179,14 +123,14 @@ async def refused() -> None:
 def test_an_outage_or_refusal_of_another_policy_is_tried_again_and_never_scored(stage, fails, blame):
     other = Source(fails=fails)
     handler = Asks(chat, hook=True) if stage == "run" else Asks(judge=judged, hook=True)
-    (done,) = played(handler, {"simulator": other, "judge": other})
+    done = played(handler, {"simulator": other, "judge": other})
     assert (done.state, done.reward, done.drop, done.attempt) == (State.FAILED, None, True, 2)
     assert (done.error.blame, done.error.stage) == (blame, stage)
     assert other.held == 2 and other.released >= 2
 
 
 def test_without_a_backend_of_the_policy_nothing_is_scored():
-    (done,) = played(Asks(judge=judged, hook=True), {})
+    done = played(Asks(judge=judged, hook=True), {})
     assert (done.reward, done.drop, done.attempt, done.error.blame) == (None, True, 2, Blame.INFRASTRUCTURE)
     assert "'judge'" in done.error.message
 
@@ -196,7 +140,7 @@ def test_a_time_limit_that_passes_in_a_call_to_another_policy_is_not_the_agents(
         await asyncio.sleep(60)
 
     limits = Limits(max_attempts=1, run_timeout_s=0.3)
-    (done,) = played(Asks(chat), {"simulator": (other := Source(fails=hang))}, limits=limits)
+    done = played(Asks(chat), {"simulator": (other := Source(fails=hang))}, limits=limits)
     assert (done.state, done.drop, done.error.blame) == (State.FAILED, True, Blame.INFRASTRUCTURE)
     assert "'simulator'" in done.error.message and other.released >= 1
 
@@ -205,7 +149,7 @@ def test_a_run_that_another_worker_may_go_on_with_asks_nobody_else():
     class Repeats(Asks):
         repeatable = ("run",)
 
-    (done,) = played(Repeats(chat), {"simulator": (other := Source("x"))})
+    done = played(Repeats(chat), {"simulator": (other := Source("x"))})
     assert (done.error.blame, done.attempt, other.held) == (Blame.HANDLER, 1, 0)
     assert "leave `run` out of `repeatable`" in done.error.message
 
@@ -218,7 +162,7 @@ def test_conversations_have_a_limit(monkeypatch):
             await ctx.model("judge").ask(said("well?"))
         return Reward(1.0)
 
-    (done,) = played(Asks(judge=three), {"judge": (other := Source("yes"))})
+    done = played(Asks(judge=three), {"judge": (other := Source("yes"))})
     assert (done.error.blame, done.reward, len(other.asked)) == (Blame.HANDLER, None, 2)
     assert "more than 2 conversations" in done.error.message
 
@@ -226,14 +170,14 @@ def test_conversations_have_a_limit(monkeypatch):
 def test_a_tenant_asks_only_the_policies_that_it_may_use(monkeypatch):
     tenant = Tenant(name="default", policies=("default", "small-*"))
     monkeypatch.setattr(inprocess._Episode, "tenant", lambda self, name: tenant)
-    (done,) = played(Asks(judge=judged), {"judge": (other := Source("yes"))})
+    done = played(Asks(judge=judged), {"judge": (other := Source("yes"))})
     assert (done.error.blame, other.held, done.drop) == (Blame.TASK, 0, True)
     assert "allowed policies: default, small-*" in done.error.message
 
 
 def test_a_text_only_policy_is_asked_in_words_and_recorded_without_ids():
     user, judge = Source("who is there", "go on", api="chat"), Source("yes", api="chat")
-    (done,) = played(Asks(chat, judged), {"simulator": user, "judge": judge}, trained_roles=["user"])
+    done = played(Asks(chat, judged), {"simulator": user, "judge": judge}, trained_roles=["user"])
     assert done.reward == 1.0 and done.metrics["user_tokens"] == 14
     first = done.trajectory.chains[0]
     assert (first.role, first.policy, first.text_only, first.segments) == ("user", "simulator", True, [])

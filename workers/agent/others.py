@@ -59,6 +59,7 @@ class Others:
         self.waited_for: str | None = None
         """The policy in a call to which the stage was interrupted."""
         self._begun: list[Conversation] = []
+        self._spoke = 0
 
     def open(self, policy: str, role: OtherRole, sampling: SamplingParams | None) -> Conversation:
         """See `Asking.model`."""
@@ -72,15 +73,12 @@ class Others:
         return Conversation(self, policy, role, sampling)
 
     async def enter(self, conversation: Conversation) -> int:
-        """Count a conversation that begins.
+        """Give a conversation that begins its number.
 
         Raises:
-            HandlerError: There are too many.
             TaskError: The rollout's tenant may not use the policy.
         """
         self._begun.append(conversation)
-        if len(self._begun) > MAX_CONVERSATIONS:
-            raise HandlerError(f"more than {MAX_CONVERSATIONS} conversations with other policies in a stage")
         tenant = await ask(self.run.services.tenant, self.run.claim.tenant)
         if not tenant.may_use("policies", conversation.policy):
             allowed = ", ".join(tenant.policies or ()) or "none"
@@ -89,6 +87,16 @@ class Others:
                 f"{allowed}; ask the operator for it (`rollout tenants set`)"
             )
         return len(self._begun)
+
+    def admit(self) -> None:
+        """Count a conversation before its first call.
+
+        Raises:
+            HandlerError: There are too many.
+        """
+        self._spoke += 1
+        if self._spoke > MAX_CONVERSATIONS:
+            raise HandlerError(f"more than {MAX_CONVERSATIONS} conversations with other policies in a stage")
 
     def check_late(self, late: StageTimeout) -> None:
         """Refuse to call it the agent's, that the time limit passed in a call to another policy."""
@@ -150,6 +158,7 @@ class Conversation:
         self._model: str | None = None
         self._texts: list[Message] = []
         self._calls = self._tokens = 0
+        self._admitted = False
 
     async def __aenter__(self) -> Conversation:
         return self
@@ -221,6 +230,7 @@ class Conversation:
         most = self.budget if max_tokens is None else min(max_tokens, self.budget)
         if most <= 0:
             raise OtherRefused(f"policy {self.policy!r}: its context has no room for an answer")
+        self._admit()
         with self._calling():
             if self._loop is not None:
                 turn, completion = await self._loop.query(most)
@@ -256,8 +266,14 @@ class Conversation:
                 raise OtherRefused(f"policy {self.policy!r} is text only, and cannot be given tools")
             await self.query()
             return FinishReason.STOP
+        self._admit()
         with self._calling():
             return await self._loop.go_on(sandbox)
+
+    def _admit(self) -> None:
+        if not self._admitted:
+            self._admitted = True
+            self._others.admit()
 
     @contextmanager
     def _calling(self) -> Iterator[None]:

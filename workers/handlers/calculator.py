@@ -20,6 +20,12 @@ class CalculatorTask(BaseModel):
     """The number, in decimal digits."""
 
 
+def is_right(said: str, task: CalculatorTask) -> bool:
+    """Whether the last number of a text is the task's answer."""
+    numbers = _INTEGER.findall(said)
+    return bool(numbers) and int(numbers[-1]) == int(task.answer)
+
+
 class Calculator(AgentHandler[CalculatorTask]):
     """Arithmetic by bash: reward 1 when the last message is the right number."""
 
@@ -38,7 +44,6 @@ class Calculator(AgentHandler[CalculatorTask]):
         return task.answer
 
     async def evaluate(self, ctx: EvalContext[CalculatorTask]) -> Reward:
-        numbers = _INTEGER.findall(ctx.trajectory.final_text())
-        correct = bool(numbers) and int(numbers[-1]) == int(ctx.task.answer)
+        correct = is_right(ctx.trajectory.final_text(), ctx.task)
         called = any(message.role == "tool" for message in ctx.trajectory.messages)
         return Reward(float(correct), {"correct": float(correct), "called_tool": float(called)})
