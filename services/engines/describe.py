@@ -21,6 +21,8 @@ INFO_TIMEOUT_S = 20.0
 SERVER_INFO = ("/server_info?config_format=json", "/get_server_info")
 """Where vLLM (in dev mode), SGLang and the embedded backend tell settings; the second is of older SGLangs."""
 MAX_CONTEXT = 2**31 - 1
+UNTOLD = "-"
+"""The tokenizer of a text-only backend."""
 MAX_NAME = 4096
 """Characters of a model's name, or of a path."""
 _OWNERS: dict[str, EngineName] = {"vllm": "vllm", "sglang": "sglang", "rollout-embedded": "embedded"}
@@ -45,7 +47,8 @@ def describe(request: BackendRequest) -> Backend:
     """
     url = root(request.url)
     try:
-        return _Server(url, request.key).describe(request)
+        server = _Server(url, request.key)
+        return server.text_only(request) if request.text_only else server.describe(request)
     except KeyProblem as error:
         raise DescribeError("key", str(error)) from None
     except requests.RequestException as error:
@@ -96,6 +99,37 @@ class _Server:
         versions = versions_of(backend, version_in(self._weights(engine)))
         backend.versions = {policy: version for policy, version in versions.items() if version}
         return backend.of(first)
+
+    def text_only(self, request: BackendRequest) -> Backend:
+        """A server of which nothing is asked but `/v1/chat/completions`: who lists no models must be told."""
+        why = ""
+        try:
+            cards = self._cards()
+        except (requests.HTTPError, DescribeError) as error:
+            if getattr(error, "field", "") == "key":
+                raise
+            cards, why = {}, f"{error}; "
+        asked = request.policies or {DEFAULT_POLICY: None}
+        usual = request.model or next(iter(cards), "")
+        policies = {policy: model or usual for policy, model in asked.items()}
+        absent = sorted(model for model in policies.values() if not model or (cards and model not in cards))
+        if absent:
+            there = f"{', '.join(filter(None, absent))!r:.300} is not there; " if any(absent) else ""
+            raise DescribeError("model", f"{why}{there}name a model that {self._url} serves")
+        first = next(iter(policies))
+        card = cards.get(policies[first], {})
+        return Backend(
+            id=request.id or BackendStore.id_of(self._url),
+            url=self._url,
+            model=policies[first],
+            policies=policies,
+            policy=first,
+            tokenizer=UNTOLD,
+            max_model_len=_positive(card.get("max_model_len")) or MAX_CONTEXT,
+            api="chat",
+            max_rollouts=request.max_rollouts,
+            key=request.key,
+        )
 
     def _get(self, path: str, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
         """The object at a path; empty when the server has none there."""

@@ -66,7 +66,13 @@ def probe(backend: Backend, timeout_s: float = HEALTH_TIMEOUT_S) -> BackendStats
     Raises:
         ProbeError: It cannot be reached, is too slow, or says that it is not well.
     """
-    answer = _ask(backend, "/health", timeout_s)
+    if backend.api == "chat":
+        # A provider has neither /health nor numbers for us, and may not list its models: it answers at all.
+        answer = _ask(backend, "/v1/models", timeout_s)
+        if answer.status < 500:
+            return BackendStats(at=time.time())
+    else:
+        answer = _ask(backend, "/health", timeout_s)
     if answer.status != 200:
         raise ProbeError(_refused(backend, answer))
     return read_stats(backend, timeout_s)
@@ -129,7 +135,7 @@ def current_label(backend: Backend, timeout_s: float = HEALTH_TIMEOUT_S) -> str 
     Raises:
         ProbeError: It cannot be reached, or does not accept its key.
     """
-    for route in WEIGHT_ROUTES[backend.engine]:
+    for route in () if backend.api == "chat" else WEIGHT_ROUTES[backend.engine]:
         answer = _ask(backend, route, timeout_s)
         if answer.status == 200:
             return version_in(json_object(answer))

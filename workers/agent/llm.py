@@ -27,6 +27,7 @@ SAMPLED_BYTES = 1024
 """Bytes of one sampled id with its log-prob; the wordiest format takes 150."""
 CONTEXT_BYTES = 8192
 """Bytes of one id of prompt or answer: an echo, and the expert choices of the largest mixtures in base64."""
+MAX_AFTER_S = 60.0
 TRY_ELSEWHERE = credentials.REFUSED | {408, 429}
 """Beside 5xx: a key, a proxy or a full queue is at fault, which says nothing about the request itself."""
 
@@ -38,10 +39,12 @@ _encode = msgspec.json.Encoder().encode
 class BackendUnavailable(Exception):
     """The backend is away, overloaded or broken; another one may serve the same call."""
 
-    def __init__(self, message: str, aborted: bool = False) -> None:
+    def __init__(self, message: str, aborted: bool = False, after: str | None = None) -> None:
         super().__init__(masked(message))
         self.aborted = aborted
         """True: the backend lives and ended the call itself (a weight update), so it may take it again."""
+        self.after_s = min(float(after), MAX_AFTER_S) if after and after.isdecimal() else 0.0
+        """It lives, and wants to be left alone for these seconds (`Retry-After`); 0 = it said nothing."""
 
 
 class BrokenCall(BackendUnavailable):
@@ -150,7 +153,7 @@ class EngineClient:
             text = f"{where}: HTTP {response.status}: {body[:500].decode(errors='replace')}"
             text += credentials.refusal(response.status, self.backend.key)
             if not 400 <= response.status < 500 or response.status in TRY_ELSEWHERE:
-                raise BackendUnavailable(text)
+                raise BackendUnavailable(text, after=response.headers.get("Retry-After"))
             raise ModelError(text)
         if len(body) > most:
             asked = request.max_tokens

@@ -180,7 +180,8 @@ class BackendRouter:
             # Whoever ends every call by itself is no better than one that fails it.
             if backend is not None and not (last.aborted and attempts < MIN_ATTEMPTS):
                 failed = (*failed, backend.id)
-                await self._placements.suspect(backend.id)
+                if not last.after_s:
+                    await self._placements.suspect(backend.id)
                 continue
             # None: every backend has failed this turn or is down, so begin again with the pinned one.
             # Aborted: the engine lives and says so (a weight update); the prefix is cached there, so stay.
@@ -193,7 +194,8 @@ class BackendRouter:
                 raise InfrastructureError(
                     f"no backend answered for {waited:.0f} s, {attempts} calls failed; the last: {last}"
                 ) from last
-            await asyncio.sleep(min(0.1 * 2 ** min(attempts, 6), MAX_PAUSE_S))
+            pause_s = min(0.1 * 2 ** min(attempts, 6), MAX_PAUSE_S)
+            await asyncio.sleep(max(pause_s, last.after_s if last else 0))
 
     async def _call(
         self, client: EngineClient, request: SampleRequest, timeout_s: float, watch: Watch | None

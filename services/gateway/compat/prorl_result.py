@@ -83,7 +83,7 @@ def _cut_off(rollout: Rollout) -> bool:
 
 def _last_chain(rollout: Rollout) -> Chain:
     """The last chain in which something was sampled; an empty one where nothing was."""
-    chains = rollout.trajectory.chains if rollout.trajectory else []
+    chains = rollout.trajectory.own if rollout.trajectory else []
     return next((c for c in reversed(chains) if any(s.sampled for s in c.segments)), Chain())
 
 
@@ -114,7 +114,7 @@ def _timing(rollout: Rollout) -> dict[str, Any]:
 
 
 def _messages(rollout: Rollout, form: Ids) -> list[dict[str, Any]]:
-    """Messages of all chains, in order. Log-probs and ids stay as they were sampled."""
+    """Messages of all of the agent's chains, in order. Log-probs and ids stay as they were sampled."""
     if form == "all":
         if rollout.drop or lacking(rollout):
             # Trainers look at `messages` and `resolved` alone: with turns it would be a reward of 0. Of an
@@ -127,8 +127,8 @@ def _messages(rollout: Rollout, form: Ids) -> list[dict[str, Any]]:
         return messages
     trajectory = rollout.trajectory or Trajectory()
     messages = []
-    for number, chain in enumerate(trajectory.chains):
-        where = {"chain": number} if len(trajectory.chains) > 1 else {}
+    for number, chain in enumerate(trajectory.own):
+        where = {"chain": number} if len(trajectory.own) > 1 else {}
         messages += [message | where for message in _chain_messages(chain, form)]
     return messages + [_message(message) | _NOT_SAMPLED[form] for message in trajectory.unread]
 
