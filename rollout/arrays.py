@@ -138,14 +138,14 @@ class Record(Struct, frozen=True):
             said = [(chain.get("trained"), chain.get("role", "agent")) for chain in document["chains"]]
         return [role in TRAINED if trained is None else bool(trained) for trained, role in said]
 
-    def tokenizer(self) -> str | None:
-        """What `Trajectory.tokenizer` is.
+    def tokenizers(self) -> list[str | None]:
+        """The tokenizer of each chain.
 
         Raises:
             WireError: The document is damaged.
         """
         with self._opened() as document:
-            return document.get("tokenizer")
+            return [chain.get("tokenizer") or document.get("tokenizer") for chain in document["chains"]]
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:

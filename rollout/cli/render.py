@@ -67,9 +67,16 @@ def rollout_view(rollout: Rollout) -> RenderableType:
     chains = rollout.trajectory.chains if rollout.trajectory else []
     for number, chain in enumerate(chains):
         if len(chains) > 1:
-            rule = Rule(f"chain {number}: {chain.role}", style="dim")
+            whose = f" ({chain.policy}, {chain.model})" if chain.policy else ""
+            rule = Rule(f"chain {number}: {chain.role}{whose}", style="dim")
             parts.append(Constrain(rule, 80))  # a pipe is very wide
         parts += _conversation(chain.segments)
+        for message in chain.texts:
+            heading = Text(message.role, style=f"bold {ROLE_STYLE[message.role]}")
+            parts += [
+                heading.append("  text only", style="not bold dim"),
+                Padding.indent(_message(message), 2),
+            ]
     if rollout.trajectory and rollout.trajectory.unread:
         parts.append(Text("tool  not read by the model any more", style="dim"))
         parts += [Padding.indent(_message(message), 2) for message in rollout.trajectory.unread]
@@ -151,12 +158,13 @@ def _message(message: Message) -> Text:
 def _outcome(rollout: Rollout) -> list[tuple[str, RenderableType]]:
     components = "".join(f"   {name} {value:g}" for name, value in rollout.reward_components.items())
     rows: list[tuple[str, RenderableType]] = [("reward", or_dash(rollout.reward, "{:.3f}") + components)]
+    rows += [(f"reward, {role}", f"{value:.3f}") for role, value in rollout.role_rewards.items()]
     if rollout.drop:
         rows.append(("dropped", rollout.drop_reason or "no reason given"))
     if rollout.finish_reason:
         rows.append(("finish", rollout.finish_reason.value))
     trajectory = rollout.trajectory
-    if trajectory and trajectory.chains:
+    if trajectory and trajectory.own:
         lengths = f"{len(trajectory.prompt_ids)} prompt, {len(trajectory.response_ids)} response"
         sampled = f"{trajectory.sampled_tokens} sampled in {trajectory.turns} turns"
         rows.append(("tokens", f"{lengths}, {sampled}"))

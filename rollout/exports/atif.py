@@ -1,7 +1,8 @@
 """ATIF 1.8, the Agent Trajectory Interchange Format: a JSON document a rollout.
 
-Its steps are those of the last chain; the other chains are its `subagent_trajectories`. With each step that a
-model call made are the call's ids and log-probs and, under `metrics.extra`, policy versions and loss mask.
+Its steps are those of the agent's last chain; the other chains are its `subagent_trajectories`. With each step
+that a model call made are the call's ids and log-probs and, under `metrics.extra`, policy versions and loss
+mask.
 """
 
 from __future__ import annotations
@@ -74,15 +75,17 @@ def _part(rollout: Rollout, record: Trajectory, number: int, talk: list[Step], w
         known = [step["metrics"].get(name) for step in steps if "metrics" in step]
         sums |= {f"total_{name}": sum(filter(None, known))} if any(n is not None for n in known) else {}
     parent = {} if chain.parent is None else {"parent_trajectory_id": f"{rollout.id}/chain-{chain.parent}"}
-    agent = {"name": agent_of(rollout), "version": __version__}
+    model = chain.model or record.model
+    agent = {"name": agent_of(rollout) if chain.policy is None else chain.policy, "version": __version__}
+    policy = {} if chain.policy is None else {"policy": chain.policy, "text_only": chain.text_only}
     return {
         "schema_version": "ATIF-v1.8",
         "session_id": rollout.id,
         "trajectory_id": f"{rollout.id}/chain-{number}",
-        "agent": agent | ({"model_name": record.model} if record.model else {}),
+        "agent": agent | ({"model_name": model} if model else {}),
         "steps": steps,
         "final_metrics": sums,
-        "extra": {"chain_role": chain.role} | parent,
+        "extra": {"chain_role": chain.role} | parent | policy,
     }
 
 

@@ -80,7 +80,7 @@ def _exception(rollout: Rollout) -> dict[str, str] | None:
 def _recording(record: Trajectory) -> str:
     """The timed tool calls as a terminal shows them (asciinema 2); empty where none was timed."""
     tools, events = timed(record, "tool"), []
-    for step in (step for chain in record.chains for step in steps_of(chain) if step.sampled.segments):
+    for step in (step for chain in record.own for step in steps_of(chain) if step.sampled.segments):
         results = {result.tool_call_id: result.text for result in step.results}
         for name, tool in step.tools.items():
             if call := tools.get(name):

@@ -28,7 +28,7 @@ MOST_CHARS = 1000
 def sample(rollout: Rollout, epoch: int) -> dict[str, Any]:
     """A rollout as an `EvalSample`, ready for `json.dumps`."""
     record, task = rollout.trajectory or Trajectory(), rollout.request.task
-    steps = steps_of(record.chains[-1] if record.chains else Chain(), record.unread)
+    steps = steps_of(record.own[-1] if record.own else Chain(), record.unread)
     calls = [step for step in steps if step.sampled.segments]
     prompt = [_messages(step)[0] for step in steps[: steps.index(calls[0])]] if calls else []
     said = [_messages(step)[0] for step in calls[-1:]]

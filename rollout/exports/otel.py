@@ -34,7 +34,7 @@ def spans(rollout: Rollout) -> dict[str, Any]:
         trace.spans[0]["status"] = {"code": ERROR, "message": f"{error.type}: {error.message}"}
     for name, attempt, begin, end in stages(rollout):
         trace.add(root, name, begin, end, {"rollout.attempt": attempt})
-    if rollout.trajectory and rollout.trajectory.chains:
+    if rollout.trajectory and rollout.trajectory.own:
         _agent(trace, rollout, rollout.trajectory, root)
     about = _attributes({"service.name": "rollout-service", "service.version": __version__})
     part = {"scope": {"name": "rollout.exports", "version": __version__}, "spans": trace.spans}
@@ -67,7 +67,7 @@ class _Trace:
 def _agent(trace: _Trace, rollout: Rollout, record: Trajectory, root: str) -> None:
     """The agent's span, and those of its calls: even shares of its time, marked, where none was timed."""
     begin, end = stage(rollout, "running") or (rollout.created_at, end_of(rollout))
-    talks = [steps_of(chain) for chain in record.chains]
+    talks = [steps_of(chain) for chain in record.own]
     calls = [step for talk in talks for step in talk if step.sampled.segments]
     shared = {"gen_ai.provider.name": "rollout-service", "gen_ai.conversation.id": rollout.id}
     shared |= {"gen_ai.request.model": record.model} if record.model else {}

@@ -102,8 +102,8 @@ def agent_of(rollout: Rollout) -> str:
 def facts(rollout: Rollout) -> dict[str, Any]:
     """What formats have no field for, as JSON."""
     kept = {"group_id", "index", "handler", "state", "attempt", "reward", "reward_components", "drop"}
-    kept |= {"role_rewards"}
     kept |= {
+        "role_rewards",
         "drop_reason",
         "finish_reason",
         "policy_versions",

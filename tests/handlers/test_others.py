@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import io
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from rollout.adapters import base as adapters
 from rollout.arrays import Arrays
+from rollout.cli import render
+from rollout.exports import atif, otel
 from rollout.schema import Blame, Limits, RolloutRequest, SamplingParams, State
 from rollout.trajectory import FinishReason, Message
 from services.settings import Settings
@@ -194,3 +198,25 @@ def test_a_text_only_policy_serves_no_agent():
     (done,) = asyncio.run(runner.run(RolloutRequest(handler="asks")))
     assert (done.error.blame, done.attempt, text.asked) == (Blame.TASK, 1, [])
     assert "text only" in done.error.message
+
+
+def test_readers_and_exports_show_whose_turns_a_chain_has():
+    judge, user = Source("yes"), Source("who is there", "go on", api="chat")
+    done = played(Asks(chat, judged), {"simulator": user, "judge": judge})
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(render.rollout_view(done))
+    shown = console.export_text()
+    for words in ("chain 0: user (simulator, actions)", "who is there", "text only", "reward, user", "0.250"):
+        assert words in shown
+    document = atif.trajectory(done)
+    first, second = document["subagent_trajectories"]
+    assert first["extra"] == {"chain_role": "user", "policy": "simulator", "text_only": True}
+    assert [step["message"] for step in first["steps"]] == ["hello", "who is there", "me", "go on"]
+    assert (second["extra"]["policy"], second["agent"]["name"]) == ("judge", "judge")
+    assert second["steps"][1]["metrics"]["extra"]["loss_mask"] == [0] * sum(
+        done.trajectory.chains[1].loss_mask
+    )
+    assert document["agent"]["name"] == "rollout-service" and document["extra"]["role_rewards"]
+    assert [span["name"] for span in otel.spans(done)["resourceSpans"][0]["scopeSpans"][0]["spans"]].count(
+        "chat actions"
+    ) == 1, "spans are the agent's"

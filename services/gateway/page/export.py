@@ -138,10 +138,10 @@ def _tokens(body: bytes) -> Iterator[tuple[str | None, list[int]]]:
     """The token ids in an answer, and the name of their tokenizer."""
     document, records = arrays.unpack_answer(body)
     for record in records.values():
-        name = record.tokenizer()
-        yield from ((name, arrays.unpack_ids(part.ids)) for part in record.chains)
+        pairs = zip(record.tokenizers(), record.chains, strict=True)
+        yield from ((name, arrays.unpack_ids(part.ids)) for name, part in pairs)
     if not records and (trajectory := Rollout.model_validate_json(document).trajectory) is not None:
-        yield from ((trajectory.tokenizer, part.token_ids) for part in trajectory.chains)
+        yield from ((part.tokenizer or trajectory.tokenizer, part.token_ids) for part in trajectory.chains)
 
 
 # -- the page ----------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ export function itemsOf(trajectory, chain) {
     });
     begun = null;
   }
+  chain.texts.forEach((message, place) => items.push({ key: `text.${place}`, role: message.role, message, name: message.name }));
   if (chain === trajectory.chains[trajectory.chains.length - 1]) {
     trajectory.unread.forEach((message, place) =>
       items.push({ key: `unread.${place}`, role: message.role, message, unread: true, name: message.name }));

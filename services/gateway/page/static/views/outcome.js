@@ -72,6 +72,7 @@ export function Outcome({ rollout, trajectory }) {
       ${!rollout.drop && rollout.reward == null && html`<p class="quiet">${ENDED.has(rollout.state) ? "It was not scored."
         : "It is not scored yet."}</p>`}
       ${Object.keys(components).length > 0 && html`<${Numbers} values=${components} signed />`}
+      ${Object.keys(rollout.role_rewards ?? {}).length > 0 && html`<h3>Of other roles</h3><${Numbers} values=${rollout.role_rewards} signed />`}
     <//>
     ${rollout.error && html`<${Section} title="Error"><${Fault} error=${rollout.error} /><//>`}
     ${trajectory?.warnings.length > 0 && html`<${Section} title="Warnings"><ul class="warnings">${trajectory.warnings.map((line) =>

@@ -10,8 +10,9 @@ const WIDTHS = { 4: Float32Array, 8: Float64Array };
 
 /** One chain: all its ids, a log-prob for each, and the segments that say what they are. */
 export class Chain {
-  constructor({ role = "agent", parent = null } = {}, index = 0) {
-    Object.assign(this, { role, parent, index, segments: [], length: 0, sampled: 0, turns: 0 });
+  constructor({ role = "agent", parent = null, policy = null, tokenizer = null, trained = null, texts = [] } = {}, index = 0) {
+    Object.assign(this, { role, parent, policy, tokenizer, trained, texts });
+    Object.assign(this, { index, segments: [], length: 0, sampled: 0, turns: 0 });
     this.ids = new Int32Array(0);
     this.logprobs = new Float64Array(0);
   }
@@ -132,14 +133,19 @@ export class Trajectory {
     return true;
   }
 
-  /** The sum of a number of all chains: `length`, `sampled`, `turns`. */
+  /** The sum of a number of the agent's chains: `length`, `sampled`, `turns`. */
   total(name) {
-    return this.chains.reduce((sum, chain) => sum + chain[name], 0);
+    return this.chains.reduce((sum, chain) => sum + (chain.policy === null ? chain[name] : 0), 0);
   }
 
-  /** The part of the tokenizer's name by which its texts are kept. */
+  /** The part of a tokenizer's name by which its texts are kept: of a chain's, or the agent's. */
+  digestOf(chain) {
+    const tokenizer = chain?.tokenizer ?? this.tokenizer;
+    return tokenizer ? tokenizer.slice(tokenizer.lastIndexOf("@") + 1) : null;
+  }
+
   get digest() {
-    return this.tokenizer ? this.tokenizer.slice(this.tokenizer.lastIndexOf("@") + 1) : null;
+    return this.digestOf(null);
   }
 }
 

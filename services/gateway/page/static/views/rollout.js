@@ -155,7 +155,7 @@ function Remark({ rollout, onOpen }) {
 function ChainChoice({ trajectory, chain, onChoose }) {
   if (trajectory.chains.length < 2) return null;
   return html`<label class="chain-choice">Chain <select value=${chain.index} onChange=${(event) => onChoose(Number(event.target.value))}>
-    ${trajectory.chains.map((each) => html`<option value=${each.index}>${each.index}: ${words(each.role)}, ${exact(each.length)} tokens</option>`)}
+    ${trajectory.chains.map((each) => html`<option value=${each.index}>${each.index}: ${words(each.role)}${each.policy ? ` of ${each.policy}` : ""}, ${exact(each.length)} tokens</option>`)}
   </select></label>`;
 }
 
@@ -185,7 +185,7 @@ export function RolloutView({ params, query = {} }) {
   const { data, error, status, output, reload } = useRollout(id);
   const [vocabulary, setVocabulary] = useState(NO_TEXTS);
   const [place, setPlace] = useState(() => placeOf(query));
-  const digest = data?.trajectory?.digest;
+  const digest = data?.trajectory?.digestOf(data.trajectory.chains[place.chain]);
   useEffect(() => {
     let gone = false;
     if (digest) loadVocabulary(digest).then((loaded) => gone || setVocabulary(loaded));

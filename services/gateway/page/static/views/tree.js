@@ -9,6 +9,10 @@ const ROLES = {
   compaction: ["▣", "a summary, to go on from"],
   auxiliary: ["○", "a call beside the task"],
   discarded: ["✕", "sampled and never used"],
+  judge: ["⚖", "another policy, which scored the agent"],
+  user: ["☺", "another policy in the place of a user"],
+  opponent: ["⚔", "another policy that the agent played against"],
+  reference: ["≡", "another policy to compare with"],
 };
 const TRAINED = new Set(["agent", "sub_agent", "compaction"]);
 
@@ -72,8 +76,8 @@ export function Branches({ trajectory, length, selected, onOpen }) {
             <span class="branch-name" style=${{ paddingLeft: `${Math.min(depth, 8) * 16}px` }}>
               ${depth > 0 && html`<span class="branch-elbow" aria-hidden="true">└</span>`}
               <span class="branch-mark role-${chain.role}" aria-hidden="true">${mark}</span>
-              <b>${chain.index}</b> <span>${chain.role.replace("_", " ")}</span>
-              ${!TRAINED.has(chain.role) && html`<span class="tag">not trained</span>`}
+              <b>${chain.index}</b> <span>${chain.role.replace("_", " ")}${chain.policy && ` (${chain.policy})`}</span>
+              ${!(chain.trained ?? TRAINED.has(chain.role)) && html`<span class="tag">not trained</span>`}
             </span>
             <${Shape} row=${row} longest=${longest} />
             <span class="branch-facts">${exact(chain.length)} tokens, ${exact(chain.sampled)} sampled, ${chain.turns} ${chain.turns === 1
