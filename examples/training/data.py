@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rollout.adapters.base import teaches, usable
+from rollout.adapters.base import reward_of, teaches, usable
 from rollout.batch import Group
 from rollout.schema import Rollout
 
@@ -41,15 +41,18 @@ def is_informative(group: Group) -> bool:
 
 
 def samples_of(group: Group, advantages: Callable[[Sequence[float]], list[float]]) -> list[Sample]:
-    """A sample for every chain to learn from; all chains of a rollout share its advantage.
+    """A sample for every chain to learn from; all chains of a rollout share its advantage, or their role's.
 
     A group's mean is over its rollouts, and the loss is a mean over tokens, each of which is sampled in one
     chain: so a rollout of several chains counts as one chain of their length would.
     """
     rollouts = scored(group)
-    rewards = [float(rollout.reward) for rollout in rollouts]
+    rewards: dict[str, list[float]] = {}
+    for role in {chain.role for rollout in rollouts for chain in rollout.trajectory.chains}:
+        rewards[role] = [float(reward_of(rollout, role)) for rollout in rollouts]
+    by_role = {role: advantages(values) for role, values in rewards.items()}
     samples = []
-    for rollout, reward, advantage in zip(rollouts, rewards, advantages(rewards), strict=True):
+    for place, rollout in enumerate(rollouts):
         for chain in filter(teaches, rollout.trajectory.chains):
             prompt = [False] * len(chain.prompt_ids)
             samples.append(
@@ -58,8 +61,8 @@ def samples_of(group: Group, advantages: Callable[[Sequence[float]], list[float]
                     sampled=prompt + [bool(bit) for bit in chain.loss_mask],
                     logprobs=[0.0] * len(prompt) + chain.logprobs,
                     versions=[None] * len(prompt) + chain.policy_versions,
-                    reward=reward,
-                    advantage=advantage,
+                    reward=rewards[chain.role][place],
+                    advantage=by_role[chain.role][place],
                 )
             )
     return samples

@@ -220,3 +220,33 @@ def test_readers_and_exports_show_whose_turns_a_chain_has():
     assert [span["name"] for span in otel.spans(done)["resourceSpans"][0]["scopeSpans"][0]["spans"]].count(
         "chat actions"
     ) == 1, "spans are the agent's"
+
+
+def test_conversations_that_begin_beside_each_other_have_places_of_their_own(monkeypatch):
+    slots = []
+    real = inprocess._Episode.router
+
+    def router(self, claim, policy=None, slot=""):
+        slots.append((policy, slot))
+        return real(self, claim, policy, slot)
+
+    async def beside(ctx: EvalContext[AnyTask]) -> Reward:
+        await asyncio.gather(*(ctx.model("judge").ask(said("well?")) for _ in range(4)))
+        return Reward(1.0)
+
+    monkeypatch.setattr(inprocess._Episode, "router", router)
+    done = played(Asks(judge=beside), {"judge": Source("yes")})
+    assert done.reward == 1.0 and len(done.trajectory.chains) == 5
+    assert slots == [(None, "")] + [("judge", f"judge{number}") for number in (1, 2, 3, 4)]
+
+
+def test_behind_a_turn_that_was_cut_off_a_conversation_does_not_go_on():
+    async def cut(ctx: EvalContext[AnyTask]) -> Reward:
+        judge = ctx.model("judge")
+        await judge.ask(said("well?"), max_tokens=2)
+        assert not judge.append(said("more"))
+        await judge.ask(said("more"))
+        return Reward(1.0)
+
+    done = played(Asks(judge=cut), {"judge": Source("a long answer")})
+    assert (done.reward, done.error.blame) == (None, Blame.MODEL) and "cut off" in done.error.message

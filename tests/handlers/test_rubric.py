@@ -10,8 +10,10 @@ import pytest
 
 from rollout.schema import Blame, State
 from tests.helpers.others import Source, played, told
+from tests.helpers.stack import ROOT
 from workers.errors import InfrastructureError
-from workers.handlers.rubric import Rubric, RubricHandler, question, read_verdict
+from workers.handlers.duel import DuelTask
+from workers.handlers.rubric import Rubric, RubricHandler, RubricTask, question, read_verdict
 
 NONCE = "0123456789ab"
 TASK = {"prompt": "Name a colour.", "rubric": "10 for a colour, 0 for none."}
@@ -177,3 +179,10 @@ def test_what_is_asked_names_the_form_that_is_read():
 def test_a_task_that_cannot_be_judged_is_the_tasks_fault(fields, message):
     done = judged(voting(10), **fields)
     assert (done.error.blame, message in done.error.message) == (Blame.TASK, True)
+
+
+def test_the_task_of_its_page_is_one():
+    page = (ROOT / "docs" / "judges.md").read_text()
+    for name, schema in (("rubric", RubricTask), ("duel", DuelTask)):
+        (row,) = re.findall(rf"<!-- tested: {name} -->\n```json\n(.*?)```", page, re.DOTALL)
+        schema.model_validate_json(row)

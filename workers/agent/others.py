@@ -79,6 +79,7 @@ class Others:
             TaskError: The rollout's tenant may not use the policy.
         """
         self._begun.append(conversation)
+        number = len(self._begun)  # before others that begin beside it
         tenant = await ask(self.run.services.tenant, self.run.claim.tenant)
         if not tenant.may_use("policies", conversation.policy):
             allowed = ", ".join(tenant.policies or ()) or "none"
@@ -86,7 +87,7 @@ class Others:
                 f"policy {conversation.policy!r}: tenant {tenant.name!r} may not use it; allowed policies: "
                 f"{allowed}; ask the operator for it (`rollout tenants set`)"
             )
-        return len(self._begun)
+        return number
 
     def admit(self) -> None:
         """Count a conversation before its first call.
@@ -158,7 +159,7 @@ class Conversation:
         self._model: str | None = None
         self._texts: list[Message] = []
         self._calls = self._tokens = 0
-        self._admitted = False
+        self._admitted = self._cut = False
 
     async def __aenter__(self) -> Conversation:
         return self
@@ -187,7 +188,9 @@ class Conversation:
         if self._model is None:
             await self.start(messages)
         elif not self.append(messages):
-            raise OtherRefused(f"policy {self.policy!r}: its context has no room for what it is told")
+            raise OtherRefused(
+                f"policy {self.policy!r}: its last turn was cut off, or there is no room for more"
+            )
         turn, _ = await self.query(max_tokens)
         return turn.message
 
@@ -215,7 +218,8 @@ class Conversation:
         own = self._request
         seed = self._sampling.seed if self._sampling.seed is not None else own.sampling.seed
         if seed is not None:
-            named = f"{seed}/{self._others.run.claim.stage.value}/{self.role}/{number}"
+            claim = self._others.run.claim
+            named = f"{seed}/{claim.index}/{claim.stage.value}/{self.role}/{number}"
             seed = int.from_bytes(hashlib.sha256(named.encode()).digest()[:4], "big") >> 1
         self._sampling = self._sampling.model_copy(update={"seed": seed})
         if self._trained:
@@ -234,6 +238,7 @@ class Conversation:
         with self._calling():
             if self._loop is not None:
                 turn, completion = await self._loop.query(most)
+                self._cut = completion.finish_reason == "length"
                 return turn, completion.finish_reason
             request = TextRequest(
                 call_id=new_id(),
@@ -249,10 +254,11 @@ class Conversation:
         return ParsedTurn(answer.message), answer.finish_reason
 
     def append(self, messages: Sequence[Message]) -> bool:
-        """Append messages behind the last turn; False: the context has no room for them."""
+        """Append messages behind the last turn; False: the context has no room, or that turn was cut off."""
         if self._loop is not None:
             with self._calling():
-                return self._loop.append(list(messages))
+                # Behind a turn without an end nothing goes on without invented tokens.
+                return not self._cut and self._loop.append(list(messages))
         self._texts = [*self._texts, *messages]
         return True
 

@@ -55,4 +55,4 @@ class Duel(Calculator):
         won, lost = is_right(ctx.trajectory.final_text(), ctx.task), is_right(last, ctx.task)
         score = float(won) - float(lost)
         parts = {"correct": float(won), "opponent_correct": float(lost)}
-        return Reward(score, parts, {"opponent": -score})
+        return Reward(score, parts, {"opponent": float(lost) - float(won)})
