@@ -261,7 +261,7 @@ class WorkerProcess:
         if channel == keys.CANCEL_CHANNEL:
             self._cancel(set(text.split()))
         elif channel == keys.BACKEND_ROOM_CHANNEL:
-            self.loop.call_soon_threadsafe(placements.wake)
+            self.loop.call_soon_threadsafe(placements.wake, text)
         elif channel == keys.BACKEND_DOWN_CHANNEL:
             self.loop.call_soon_threadsafe(placements.down, text)
         else:

@@ -56,7 +56,9 @@ class WorkerServices:
         self.redis: redis.Redis = connect(settings.redis_url)
         self.store = RolloutStore(self.redis, settings)
         self.tenants = TenantStore(self.redis)
-        self.backends = BackendStore(self.redis, PlacementPolicy(weigh=settings.backend_load))
+        self.backends = BackendStore(
+            self.redis, PlacementPolicy(settings.backend_load, settings.priority_step_s)
+        )
         self.policy = PolicyStore(self.redis)
         lease_s = min(LEASE_S, settings.lease_s)
         self.weights = WeightUpdates(self.policy, self.backends, self.owner, lease_s=lease_s)
@@ -87,8 +89,12 @@ class WorkerServices:
 
     # -- what a stage asks for -----------------------------------------------------------------
 
-    def router(self, claim: Claim) -> BackendRouter:
-        """What the rollout's model calls go through; made on the event loop."""
+    def router(self, claim: Claim, policy: str | None = None, slot: str = "") -> BackendRouter:
+        """What the rollout's model calls go through; made on the event loop.
+
+        Args:
+            policy: Another one than the rollout's own, which takes a slot of its own beside it.
+        """
         if self._http is None:
             self._http = session()
         return BackendRouter(
@@ -98,8 +104,13 @@ class WorkerServices:
             fence=claim.fence,
             # Each tenant has its own groups: one of the same name elsewhere is another one.
             group_id=f"{claim.tenant}/{claim.group_id}" if claim.group_id != claim.rollout_id else None,
-            policy_version=claim.request.policy_version,
+            # A pinned version is one of the rollout's own policy.
+            policy_version=None if slot else claim.request.policy_version,
             wait_s=self.settings.backend_wait_s,
+            policy=policy or claim.request.policy,
+            tenant=claim.tenant,
+            priority=claim.request.priority,
+            slot=slot,
         )
 
     def turn_log(self, claim: Claim, held: Held) -> TurnLog:

@@ -447,6 +447,7 @@ class Service:
                 fence=fence,
                 policy_version=session.policy_version,
                 wait_s=session.backend_wait_s,
+                policy=known.first.policy,
             )
             router.backend = known.backend
             router.accepts = partial(asyncio.to_thread, takeover_obstacle, known.first)

@@ -203,32 +203,52 @@ FILTERS = "filters"
 """Set: names of the filters of batches that workers announced."""
 BACKENDS = "backends"
 """Hash: backend id → its description (JSON)."""
-BACKEND_LOAD = "backends:load"
-"""Sorted set, the min-heap: backend id by what its rollouts reserve."""
-BACKEND_CHOSEN = "backends:chosen"
-"""Sorted set: backend id by when it was chosen last, to break ties."""
-BACKEND_TURN = "backends:turn"
+backends_load = Key("backends<of>:load")
+"""Sorted set, the min-heap of a policy: backend id by what all rollouts on it reserve. Those of a policy NAME
+other than `default` have `backends/NAME` before the colon, here and below."""
+backends_chosen = Key("backends<of>:chosen")
+"""Sorted set: backend id by when the policy chose it last, to break ties."""
+backends_turn = Key("backends<of>:turn")
 """String: the counter by which that is told."""
+backends_version = Key("backends<of>:version")
+"""String: the version that a backend must have to take new rollouts of the policy; absent = any."""
+backends_reserved = Key("backends<of>:reserved")
+"""Hash: tenant → what its rollouts reserve of the policy now."""
+backends_line = Key("backends<of>:line")
+"""String: there while rollouts wait for room: `-`, or `<backend> <rollout>` where one is kept for one."""
+backends_grants = Key("backends<of>:grants")
+"""Hash: tokens granted while others waited, and how far service of those who wait had come when (s)."""
+backends_tenants = Key("backends<of>:tenants")
+"""Sorted set: tenant with rollouts that wait for room → its service since it waits (tokens × s / weight)."""
+backends_waiting = Key("backends<of>:waiting:<tenant>")
+"""Sorted set: rollouts of the tenant that wait for room, by rank: since when (ms) less what their priority is
+worth."""
+backends_sizes = Key("backends<of>:sizes")
+"""Sorted set: rollouts that wait for room by what they ask for."""
+BACKEND_ASKS = "backends:asks"
+"""Hash: rollout that waits for room → `<tokens> <JSON>`: what it asks for and since when."""
+BACKEND_WAITS = "backends:waits"
+"""Hash: `<policy> <tenant>` → ms that its rollouts waited for room, and with ` n` behind it how many did."""
 BACKEND_PINS = "backends:pins"
-"""Hash: rollout id → `<backend> <weight> <group>`."""
+"""Hash: rollout id, `<id>|<slot>` for a further reservation → `<backend> <weight> <label>`. The label is the
+group, or `-`; behind it `;<policy>;<tenant>` where one of them is not `default`."""
 BACKEND_GROUPS = "backends:groups"
-"""Hash: group id → `<backend> <live members>`."""
+"""Hash: label of a group's pins → `<backend> <live members>`."""
 BACKEND_TOTALS = "backends:totals"
 """Hash: sums for /metrics (placements, moves, refusals)."""
-BACKEND_VERSION = "backends:version"
-"""String: the policy version that a backend must have to take new rollouts; absent = any."""
 BACKEND_SUSPECTS = "backends:suspects"
 """Hash: id of a backend to be probed at once → calls to it that failed since the last probe."""
 KEEPER_LOCK = "keeper:lock"
 """String: the worker that probes the backends; expires with it."""
 BACKEND_ROOM_CHANNEL = "backends:room"
-"""Pub/sub: there may be room for a rollout that waits."""
+"""Pub/sub: ids of rollouts that waited and now have room; empty: something changed for those without any."""
 BACKEND_WAITED = "backends:waited"
-"""String: one has been refused for want of room a moment ago; expires."""
+"""String: one that no backend could take has been refused a moment ago; expires."""
 BACKEND_DOWN_CHANNEL = "backends:down"
-"""Pub/sub: id of a backend that turned out unusable: calls to it are given up."""
+"""Pub/sub: `<backend>`, or `<backend> <policy>`: it turned out unusable, and calls to it are given up."""
 backend = Key("backend:<backend_id>")
-"""Hash: what changes about a backend (capacity, version, live rollouts, drain, pause, error, stats)."""
+"""Hash: what changes about a backend (capacity, version, live rollouts, drain, pause, error, stats), whom it
+is kept for (`kept`), its policies; `version/NAME` and `rejected/NAME` of those other than `default`."""
 workers = Key("workers:<stage>")
 """Sorted set: worker names of a stage by when they were last heard of (ms)."""
 POLICIES = "policies"

@@ -33,6 +33,6 @@ class Heap(BackendStore):
     def extend(self, *rollout, **options):
         return placed(*self.many([super().extend(*rollout, **options)]))
 
-    def release(self, rollout):
-        (released,) = self.many([super().release(rollout)])
+    def release(self, *rollout):
+        (released,) = self.many([super().release(*rollout)])
         return released

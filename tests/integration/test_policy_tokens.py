@@ -45,10 +45,10 @@ def call_that_ends_during_an_exchange(store, end):
             store.pause("exchanged")
             answered, asked = asyncio.Event(), placements.trusted
 
-            async def trusted(backend_id, version):
+            async def trusted(backend_id, version, policy):
                 answered.version = version
                 answered.set()
-                return await asked(backend_id, version)
+                return await asked(backend_id, version, policy)
 
             placements.trusted = trusted
             call = asyncio.create_task(router.generate(CALL, PATIENCE_S))

@@ -9,7 +9,8 @@ import asyncio
 import json
 import random
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from contextvars import Context
 from typing import Any
 
@@ -17,6 +18,7 @@ import redis
 from pydantic_core import from_json
 
 from rollout.schema import Backend
+from rollout.schema.base import DEFAULT_POLICY
 from rollout.trajectory import Trajectory
 from services.state.backends.store import BackendStore, Placed, placed
 from services.state.redis import LoopConnection
@@ -62,10 +64,11 @@ class Placements:
         self._connection = connection
         self._queue: list[tuple[Call, asyncio.Future[Any]]] = []
         self._flushing: asyncio.Task[None] | None = None
-        self.line = asyncio.Lock()
-        """Held by the rollout that has waited longest for room: a large one must not starve."""
         self.changed = asyncio.Event()
-        self._calls: dict[str, set[asyncio.Task[Any]]] = {}
+        self._waiting: dict[str, asyncio.Event] = {}
+        """Those that wait for room, by the names of their reservations, in order of arrival."""
+        self._calls: dict[str, dict[asyncio.Task[Any], str]] = {}
+        """Calls under way to a backend, with their policies."""
         self._away_s = 0.0
 
     async def acquire(self, rollout_id: str, **options: Any) -> Placed:
@@ -76,9 +79,9 @@ class Placements:
         """See `BackendStore.extend`."""
         return placed(await self._ask(self._store.extend(rollout_id, tokens, **options)))
 
-    async def release(self, rollout_id: str) -> bool:
+    async def release(self, rollout_id: str, slot: str = "") -> bool:
         """See `BackendStore.release`."""
-        return bool(await self._ask(self._store.release(rollout_id)))
+        return bool(await self._ask(self._store.release(rollout_id, slot)))
 
     async def send(self, call: Call) -> Any:
         """Another store's call, in one round trip with the placements that are asked for meanwhile."""
@@ -92,20 +95,20 @@ class Placements:
         """Have a backend probed at once, because a call to it failed."""
         await ask(self._store.suspect, backend_id)
 
-    async def trusted(self, backend_id: str, version: str | None) -> bool:
+    async def trusted(self, backend_id: str, version: str | None, policy: str = DEFAULT_POLICY) -> bool:
         """Whether tokens that a backend sampled from these weights count. Waits while they are exchanged.
 
         They do where it is known to serve them, or did: a long call may see several updates. A label that
         nobody knows is a server that was started anew, and is probed, or one that lies.
         """
         while True:
-            backend = await ask(self._store.get, backend_id)
+            backend = await ask(self._store.get, backend_id, policy)
             if backend is None or not backend.paused:
                 break
             await asyncio.sleep(EXCHANGE_POLL_S)
         if backend is None or backend.policy_version == version:
             return backend is not None
-        return backend.healthy and await ask(self._store.knows_version, version)
+        return backend.healthy and await ask(self._store.knows_version, version, policy)
 
     async def kept(self, backend: Backend) -> bool | None:
         """Whether a backend has sampled from no other weights than it had when it was placed.
@@ -113,7 +116,7 @@ class Placements:
         Waits while they are exchanged. None: it got others meanwhile. False: the ones it got may be wrong.
         """
         exchanged = False
-        while (now := await ask(self._store.get, backend.id)) is not None and now.paused:
+        while (now := await ask(self._store.get, backend.id, backend.policy)) is not None and now.paused:
             exchanged = True
             await asyncio.sleep(EXCHANGE_POLL_S)
         # Who died during an exchange did not pass its canary.
@@ -127,10 +130,28 @@ class Placements:
 
     # -- waiting for room --------------------------------------------------------------------
 
-    def wake(self) -> None:
-        """Something changed for the better on some backend: those who wait look again."""
-        self.changed.set()
-        self.changed = asyncio.Event()
+    def wake(self, granted: str = "") -> None:
+        """A message of the room channel: those that got room look for it.
+
+        Without any, something changed for the better: those whom no backend could take ask again, and of
+        those that wait for room the first, on behalf of all.
+        """
+        for name in granted.split() if granted else [*self._waiting][:1]:
+            if name in self._waiting:
+                self._waiting[name].set()
+        if not granted:
+            self.changed.set()
+            self.changed = asyncio.Event()
+
+    @contextmanager
+    def waiting(self, name: str) -> Iterator[asyncio.Event]:
+        """Have `wake` hear of a rollout: what it sets, from before the rollout asks for room."""
+        event = self._waiting[name] = asyncio.Event()
+        try:
+            yield event
+        finally:
+            if self._waiting.get(name) is event:
+                del self._waiting[name]
 
     async def change(self, changed: asyncio.Event) -> None:
         """Wait for a `wake` since you took `changed`, which is before you look, or for about two seconds."""
@@ -140,16 +161,22 @@ class Placements:
 
     # -- calls under way ---------------------------------------------------------------------
 
-    def watch(self, backend_id: str, call: asyncio.Task[Any]) -> None:
+    def watch(self, backend_id: str, call: asyncio.Task[Any], policy: str = DEFAULT_POLICY) -> None:
         """Enter a call, so that `down` can end it."""
-        calls = self._calls.setdefault(backend_id, set())
-        calls.add(call)
-        call.add_done_callback(calls.discard)
+        calls = self._calls.setdefault(backend_id, {})
+        calls[call] = policy
+        call.add_done_callback(lambda done: calls.pop(done, None))
 
-    def down(self, backend_id: str) -> None:
-        """Give up the calls to a backend that is known not to answer: some would hang until their limit."""
-        for call in list(self._calls.get(backend_id, ())):
-            call.cancel()
+    def down(self, message: str) -> None:
+        """Give up the calls to a backend that is known not to answer: some would hang until their limit.
+
+        Args:
+            message: `<backend>`, or `<backend> <policy>` where only that policy's are of no use.
+        """
+        backend_id, _, policy = message.partition(" ")
+        for call, its in [*self._calls.get(backend_id, {}).items()]:
+            if policy in ("", its):
+                call.cancel()
 
     # -- round trips -------------------------------------------------------------------------
 

@@ -6,14 +6,16 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import aiohttp
 import structlog
 
 from rollout.schema import Backend
+from rollout.schema.base import DEFAULT_POLICY
 from services.engines.base import Completion, SampleRequest
 from services.state.backends.store import Placed
+from services.state.tenants import DEFAULT_TENANT
 from workers.agent.llm import BackendUnavailable, BrokenCall, EngineClient
 from workers.agent.pieces import Pieces, Watch
 from workers.agent.placement import Placements
@@ -58,9 +60,14 @@ class BackendRouter:
         group_id: str | None = None,
         policy_version: str | None = None,
         wait_s: float = 120.0,
+        policy: str = DEFAULT_POLICY,
+        tenant: str = DEFAULT_TENANT,
+        priority: int = 0,
+        slot: str = "",
     ) -> None:
         """
         Args:
+            policy, tenant, priority, slot: As `BackendStore.acquire` has them.
             policy_version: Where the rollout may start; one under way goes on at any version.
             wait_s: Seconds to wait, at the start or within a turn, while no backend is usable.
         """
@@ -69,7 +76,10 @@ class BackendRouter:
         self._http = http
         self._fence = fence
         self._group_id = group_id
+        self._policy = policy
         self._policy_version = policy_version
+        self._of: dict[str, Any] = {"policy": policy, "tenant": tenant, "slot": slot}
+        self._priority, self._slot = priority, slot
         self._wait_s = wait_s
         self._asked = False
         self._reserved = 1
@@ -93,30 +103,25 @@ class BackendRouter:
         self._asked, self._reserved = True, max(1, tokens)
         started = time.monotonic()
         unusable_since: float | None = None
-        while True:
-            changed = self._placements.changed
-            placed = await self._ask_for_room()
-            if placed.word == "ok":
-                self.metrics["backend_wait_s"] = round(time.monotonic() - started, 3)
-                return self._take(placed)
-            if placed.word == "lost":
-                raise self._lost()
-            unusable_since = unusable_since or self._placements.clock()
-            if self._placements.clock() - unusable_since >= self._wait_s:
-                raise self._none_usable(placed.why)
-            await self._placements.change(changed)
-
-    async def _ask_for_room(self) -> Placed:
-        """Ask until the answer is not `full`, in order of arrival within this worker."""
-        placements = self._placements
-        if not placements.line.locked() and (placed := await self._ask()).word != "full":
-            return placed
-        async with placements.line:
+        name = f"{self._rollout_id}|{self._slot}" if self._slot else self._rollout_id
+        with self._placements.waiting(name) as granted:
             while True:
-                changed = placements.changed
-                if (placed := await self._ask()).word != "full":
-                    return placed
-                await placements.change(changed)
+                changed = self._placements.changed
+                granted.clear()
+                placed = await self._ask()
+                if placed.word == "ok":
+                    self.metrics["backend_wait_s"] = round(time.monotonic() - started, 3)
+                    return self._take(placed)
+                if placed.word == "lost":
+                    raise self._lost()
+                if placed.word == "full":
+                    # It is in line now, and is told when it has got room.
+                    unusable_since, changed = None, granted
+                else:
+                    unusable_since = unusable_since or self._placements.clock()
+                    if self._placements.clock() - unusable_since >= self._wait_s:
+                        raise self._none_usable(placed.why)
+                await self._placements.change(changed)
 
     async def _ask(self) -> Placed:
         return await self._placements.acquire(
@@ -125,6 +130,8 @@ class BackendRouter:
             fence=self._fence,
             group=self._group_id,
             policy_version=self._policy_version,
+            priority=self._priority,
+            **self._of,
         )
 
     async def release(self) -> None:
@@ -132,7 +139,7 @@ class BackendRouter:
         if self._asked:
             # Also when no answer was seen: the reservation of a cancelled acquire may have been made.
             self._asked, self.backend = False, None
-            await self._placements.release(self._rollout_id)
+            await self._placements.release(self._rollout_id, self._slot)
 
     async def generate(
         self, request: SampleRequest, timeout_s: float, watch: Watch | None = None
@@ -202,7 +209,7 @@ class BackendRouter:
     ) -> Completion:
         backend = client.backend
         call = asyncio.ensure_future(client.generate(request, timeout_s, watch))
-        self._placements.watch(backend.id, call)
+        self._placements.watch(backend.id, call, backend.policy)
         try:
             completion = await call
         except asyncio.CancelledError:
@@ -242,7 +249,7 @@ class BackendRouter:
         for version in dict.fromkeys(version for version, _, _ in completion.spans):
             if backend.policy_version in (None, version):
                 continue
-            if not await self._placements.trusted(backend.id, version):
+            if not await self._placements.trusted(backend.id, version, backend.policy):
                 raise BackendUnavailable(f"backend {backend.id}: weights {version!r} turned out to be wrong")
 
     async def _extend(self, context: int, failed: tuple[str, ...]) -> Backend | None:
@@ -255,6 +262,7 @@ class BackendRouter:
                 fence=self._fence,
                 policy_version=self._policy_version,
                 exclude=(*failed, *self._foreign),
+                **self._of,
             )
             if placed.word == "lost":
                 raise self._lost()
@@ -287,8 +295,12 @@ class BackendRouter:
 
     def _none_usable(self, why: str) -> InfrastructureError:
         version = f" of policy version {self._policy_version!r}" if self._policy_version else ""
+        if self._policy != DEFAULT_POLICY:
+            version = f" of policy {self._policy!r}{version and f', version {self._policy_version!r},'}"
+        if not why:
+            why = f"no backend serves policy {self._policy!r}"
         return InfrastructureError(
-            f"no LLM backend{version} was usable for {self._wait_s:g} s ({why or 'there is none'}); register "
+            f"no LLM backend{version} was usable for {self._wait_s:g} s ({why}); register "
             "one with POST /v1/backends, or see GET /v1/backends for what ails them (`version`: it lacks the "
             "current weights; where nobody can bring them any more, `rollout policy forget`)"
         )

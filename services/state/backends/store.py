@@ -1,30 +1,33 @@
 """LLM backends: who they are, how loaded they are, and which rollout is pinned to which.
 
-The sorted set `backends:load` is a min-heap. Its scores are what live rollouts reserve, so they are true
-whatever crashed: a reservation is made, extended and given back by one script each, belongs to the lease of
-its rollout, and goes when that does.
+Each policy has a heap, the sorted set `backends:load` of `default` and `backends/NAME:load` of another. Its
+scores are what live rollouts reserve, so they are true whatever crashed: a reservation is made, extended and
+given back by one script each, belongs to the lease of its rollout, and goes when that does. Who finds no room
+waits in line (`waiting.lua`).
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
 import redis
+from pydantic_core import from_json
 
 from rollout.schema import Backend, BackendStats
+from rollout.schema.base import DEFAULT_POLICY
 from services.state import keys
 from services.state.scripts import Call, Operations, request, send_many
+from services.state.tenants import DEFAULT_TENANT
 
 _LIVE_FIELDS = {
     *("healthy", "reachable", "error", "draining", "paused"),
-    *("live_rollouts", "load", "stats", "policy_version"),
+    *("live_rollouts", "load", "stats", "policy_version", "versions", "policy"),
 }
 """Of `Backend`: kept apart from its description, because they change."""
-
-_VERDICT = {"health": "error", "weights": "rejected"}
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class PlacementPolicy:
 
     weigh: Literal["tokens", "rollouts"] = "tokens"
     """A rollout's share of the score: its reserved context tokens, or 1 (plain in-flight counting)."""
+    priority_step_s: float = 600.0
+    """Seconds of waiting for room that one step of priority is worth."""
     admit: float = 0.75
     """New rollouts wait when a backend's reservations would pass this multiple of its key-value cache; the
     rest is what live rollouts still grow by."""
@@ -51,7 +56,8 @@ class Placed:
     """Where a rollout's calls go."""
 
     word: Literal["ok", "full", "none", "lost"]
-    """`full`: all that fit are at capacity, so wait. `none`: none is healthy, unpaused and of the wanted
+    """`full`: all that fit are at capacity, so the rollout waits in line; it asks again when it is told, or
+    after a while. `none`: none is healthy, unpaused and of the wanted
     version. `lost`: the rollout is not the caller's any more."""
     backend: Backend | None
     why: str
@@ -61,6 +67,19 @@ class Placed:
     def moved(self) -> bool:
         """The rollout was on another backend before."""
         return self.why in ("spill", "failover")
+
+
+@dataclass
+class Waits:
+    """For room on the backends of a policy, of a tenant's rollouts."""
+
+    seconds: float = 0.0
+    """Of waits that ended, however they did."""
+    ended: int = 0
+    waiting: int = 0
+    """Rollouts that wait now."""
+    longest_s: float = 0.0
+    """Of them who waits longest."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +116,16 @@ class BackendStore:
         Args:
             drain: It takes no new rollouts from the first moment on; False = as before.
         """
+        served = [*backend.served]
+        versions = {served[0]: backend.policy_version} | backend.versions
         self._do(
             "put",
             backend=backend.id,
             described=backend.model_dump_json(exclude=_LIVE_FIELDS),
             capacity=backend.capacity_tokens or 0,
             most=backend.max_rollouts or 0,
-            version=backend.policy_version or "",
+            policies=served,
+            versions={policy: versions.get(policy) or "" for policy in served},
             drain=drain,
         )
         return self.get(backend.id) or backend
@@ -112,30 +134,34 @@ class BackendStore:
         """Forget a backend. Its rollouts move to others at their next call. False: there was none."""
         return self._do("remove", backend=backend_id)
 
-    def get(self, backend_id: str) -> Backend | None:
-        """One backend, or None."""
+    def get(self, backend_id: str, policy: str | None = None) -> Backend | None:
+        """One backend, or None; as it serves a policy, if one is named that it serves."""
         with self._redis.pipeline(transaction=False) as pipe:
             pipe.hget(keys.BACKENDS, backend_id)
-            pipe.zscore(keys.BACKEND_LOAD, backend_id)
+            pipe.zscore(keys.backends_load(""), backend_id)
             pipe.hgetall(keys.backend(backend_id))
             described, load, live = pipe.execute()
-        return _backend(described, load or 0.0, live) if described else None
+        if described is None or (policy and policy not in _described(described).served):
+            return None
+        if load is None:
+            load = self._redis.zscore(_heap(_described(described)), backend_id)
+        return _backend(described, load or 0.0, live, policy)
 
-    def list(self) -> list[Backend]:
-        """All backends, the least loaded first."""
+    def list(self, policy: str | None = None) -> list[Backend]:
+        """All backends, or those of a policy as they serve it, the least loaded first."""
+        described = {
+            name: raw
+            for name, raw in self._redis.hgetall(keys.BACKENDS).items()
+            if policy is None or policy in _described(raw).served
+        }
         with self._redis.pipeline(transaction=False) as pipe:
-            pipe.hgetall(keys.BACKENDS)
-            pipe.zrange(keys.BACKEND_LOAD, 0, -1, withscores=True)
-            described, heap = pipe.execute()
-        known = [(name, load) for name, load in heap if name in described]
-        with self._redis.pipeline(transaction=False) as pipe:
-            for name, _ in known:
+            for name, raw in described.items():
+                pipe.zscore(_heap(_described(raw)), name)
                 pipe.hgetall(keys.backend(name))
             live = pipe.execute()
-        return [
-            _backend(described[name], load, counters)
-            for (name, load), counters in zip(known, live, strict=True)
-        ]
+        rows = zip(described.values(), live[::2], live[1::2], strict=True)
+        fleet = [_backend(raw, load, its, policy) for raw, load, its in rows if load is not None]
+        return sorted(fleet, key=lambda backend: (backend.load, backend.id))
 
     def _set(self, backend_id: str, field: str, value: str) -> bool:
         return self._do("set", backend=backend_id, field=field, value=value)
@@ -152,24 +178,39 @@ class BackendStore:
         """The end of `pause`."""
         return self._set(backend_id, "paused", "")
 
-    def fail(self, backend_id: str, error: str, *, by: Literal["health", "weights"] = "weights") -> bool:
+    def fail(
+        self,
+        backend_id: str,
+        error: str,
+        *,
+        by: Literal["health", "weights"] = "weights",
+        policy: str = DEFAULT_POLICY,
+    ) -> bool:
         """Say why a backend cannot be used. Its rollouts move; workers with calls to it are told at once.
 
         Args:
             by: Whose verdict it is: a health probe's, or a weight update's. Each recovers on its own.
+            policy: Whose weights are wrong. Calls of other policies go on.
         """
-        known = self._set(backend_id, _VERDICT[by], error or "unknown")
+        named = by == "weights" and policy != DEFAULT_POLICY
+        known = self._set(backend_id, _verdict(by, policy), error or "unknown")
         if known:
-            self._redis.publish(keys.BACKEND_DOWN_CHANNEL, backend_id)
+            self._redis.publish(keys.BACKEND_DOWN_CHANNEL, f"{backend_id} {policy}" if named else backend_id)
         return known
 
-    def recover(self, backend_id: str, *, by: Literal["health", "weights"] = "weights") -> bool:
+    def recover(
+        self,
+        backend_id: str,
+        *,
+        by: Literal["health", "weights"] = "weights",
+        policy: str = DEFAULT_POLICY,
+    ) -> bool:
         """The end of `fail` by the same."""
-        return self._set(backend_id, _VERDICT[by], "")
+        return self._set(backend_id, _verdict(by, policy), "")
 
-    def set_version(self, backend_id: str, version: str | None) -> bool:
-        """Note which weights a backend serves."""
-        return self._set(backend_id, "version", version or "")
+    def set_version(self, backend_id: str, version: str | None, policy: str = DEFAULT_POLICY) -> bool:
+        """Note which weights of a policy a backend serves."""
+        return self._set(backend_id, f"version{keys.of(policy)}", version or "")
 
     def put_stats(self, backend_id: str, stats: BackendStats) -> bool:
         """Note what a backend's own metrics say."""
@@ -183,28 +224,32 @@ class BackendStore:
         """Those entered since this was asked last, with their number of failed calls."""
         return self._do("suspects")
 
-    def want_version(self, version: str | None) -> None:
-        """Let only backends with these weights take new rollouts; None = any."""
-        if version is None:
-            self._redis.delete(keys.BACKEND_VERSION)
-        else:
-            self._redis.set(keys.BACKEND_VERSION, version)
+    def want_version(self, version: str | None, policy: str = DEFAULT_POLICY) -> None:
+        """Let only backends with these weights take new rollouts of a policy; None = any."""
+        self._do("want", policy=policy, version=version)
 
-    def wanted_version(self) -> str | None:
+    def wanted_version(self, policy: str = DEFAULT_POLICY) -> str | None:
         """What `want_version` said last."""
-        return self._redis.get(keys.BACKEND_VERSION)
+        return self._redis.get(keys.backends_version(keys.of(policy)))
 
-    def knows_version(self, version: str | None) -> bool:
-        """Whether an update has brought weights of this version to the fleet."""
-        return version is not None and self._redis.zscore(keys.POLICY_SEQUENCE, version) is not None
+    def knows_version(self, version: str | None, policy: str = DEFAULT_POLICY) -> bool:
+        """Whether an update has brought weights of this version of the policy to the fleet."""
+        sequence = f"policy{keys.of(policy)}:sequence"
+        return version is not None and self._redis.zscore(sequence, version) is not None
 
     # -- rollouts ----------------------------------------------------------------------------
 
-    def acquire(self, rollout_id: str, *, group: str | None = None, **options: Any) -> Call:
+    def acquire(
+        self, rollout_id: str, *, group: str | None = None, priority: int = 0, **options: Any
+    ) -> Call:
         """For `many`: the pinned backend, else the group's, else the least loaded that may take the rollout.
 
         Args:
             group: Rollouts that share a prompt; they share a backend until it is loaded.
+            priority: Higher goes first among the tenant's waiting rollouts; waiting lifts the others in time.
+            policy: Only backends that serve it.
+            tenant: Whose rollout it is: tenants that wait for room get it by their weights.
+            slot: Names a further reservation of the same rollout, such as for calls to another policy.
             tokens: Context that the rollout is expected to need; 1 if nothing is said.
             fence: Of the caller's claim, so that a stalled worker cannot reserve for a rollout it lost;
                 None = unchecked.
@@ -213,7 +258,12 @@ class BackendStore:
         """
         policy = self._policy
         admit = policy.admit if policy.weigh == "tokens" else None
-        more = {"group": group or "-", "admit": admit, "group_slack": policy.group_slack}
+        more = {
+            "group": group or "-",
+            "admit": admit,
+            "group_slack": policy.group_slack,
+            "lift": int(1000 * priority * policy.priority_step_s),
+        }
         return self._call("acquire", rollout_id, more, **options)
 
     def extend(self, rollout_id: str, tokens: int, **options: Any) -> Call:
@@ -225,7 +275,7 @@ class BackendStore:
 
         Args:
             tokens: Context now, the call's own room included.
-            options: `fence`, `policy_version` and `exclude`, as for `acquire`.
+            options: `policy`, `tenant`, `slot`, `fence`, `policy_version` and `exclude`, as for `acquire`.
         """
         policy = self._policy
         more = {
@@ -236,9 +286,9 @@ class BackendStore:
         }
         return self._call("extend", rollout_id, more, tokens=tokens, **options)
 
-    def release(self, rollout_id: str) -> Call:
-        """For `many`: give the rollout's reservation back. False: there was none."""
-        return self._place, request("release", rollout=rollout_id)
+    def release(self, rollout_id: str, slot: str = "") -> Call:
+        """For `many`: give the rollout's reservation back, or its place in line. False: there was none."""
+        return self._place, request("release", rollout=rollout_id, slot=slot or None)
 
     def _call(
         self,
@@ -246,6 +296,9 @@ class BackendStore:
         rollout_id: str,
         more: dict[str, Any],
         *,
+        policy: str = DEFAULT_POLICY,
+        tenant: str = DEFAULT_TENANT,
+        slot: str = "",
         tokens: int = 1,
         fence: int | None = None,
         policy_version: str | None = None,
@@ -254,6 +307,9 @@ class BackendStore:
         return self._place, request(
             operation,
             rollout=rollout_id,
+            slot=slot or None,
+            policy=None if policy == DEFAULT_POLICY else policy,
+            tenant=None if tenant == DEFAULT_TENANT else tenant,
             fence=None if fence is None else str(fence),
             weight=max(1, int(tokens)) if self._policy.weigh == "tokens" else 1,
             version=policy_version or None,
@@ -275,6 +331,25 @@ class BackendStore:
         """Sums for /metrics: `placed`, `placed_group`, `moved_spill`, `moved_failover`, `refused_full` …"""
         return {name: int(value) for name, value in self._redis.hgetall(keys.BACKEND_TOTALS).items()}
 
+    def waits(self) -> dict[tuple[str, str], Waits]:
+        """How rollouts waited for room, by policy and tenant."""
+        with self._redis.pipeline() as pipe:
+            pipe.hgetall(keys.BACKEND_WAITS)
+            pipe.hvals(keys.BACKEND_ASKS)
+            pipe.time()
+            totals, asks, (seconds, _) = pipe.execute()
+        waits: defaultdict[tuple[str, str], Waits] = defaultdict(Waits)
+        for name, value in totals.items():
+            policy, tenant, *n = name.split(" ")
+            field = "ended" if n else "seconds"
+            setattr(waits[policy, tenant], field, int(value) if n else int(value) / 1000)
+        for raw in asks:
+            ask = from_json(raw.partition(" ")[2])
+            its = waits[ask.get("policy", DEFAULT_POLICY), ask.get("tenant", DEFAULT_TENANT)]
+            its.waiting += 1
+            its.longest_s = max(its.longest_s, seconds - ask["since"] / 1000)
+        return dict(waits)
+
 
 @lru_cache(maxsize=1024)
 def _described(raw: str) -> Backend:
@@ -291,24 +366,43 @@ def placed(answer: dict[str, str] | Exception) -> Placed:
         raise answer
     backend = None
     if "backend" in answer:
-        backend = _described(answer["described"]).model_copy(
-            update={"policy_version": answer["version"] or None}
-        )
+        policy, version = answer.get("policy", DEFAULT_POLICY), answer["version"] or None
+        # Only of this policy: what the others have may have changed since.
+        known = _described(answer["described"]).model_copy(update={"versions": {policy: version}})
+        backend = known.of(policy)
     return Placed(answer["word"], backend, answer["why"])  # type: ignore[arg-type]
 
 
-def _backend(described: str, load: float, live: dict[str, str]) -> Backend:
-    stats = live.get("stats")
-    return _described(described).model_copy(
+def _heap(backend: Backend) -> str:
+    """A heap that the backend is in; its score is the same in all."""
+    return keys.backends_load(keys.of(next(iter(backend.served))))
+
+
+def _verdict(by: Literal["health", "weights"], policy: str) -> str:
+    return "error" if by == "health" else f"rejected{keys.of(policy)}"
+
+
+def _backend(described: str, load: float, live: dict[str, str], policy: str | None = None) -> Backend:
+    known, stats = _described(described), live.get("stats")
+    versions = {name: live.get(f"version{keys.of(name)}") or None for name in known.served}
+    rejected = {name: live.get(f"rejected{keys.of(name)}") for name in known.served}
+    # All of its policies must be wrong before it is of no use.
+    wrong = rejected[policy] if policy else all(rejected.values())
+    first = next(iter(known.served))
+    backend = known.model_copy(
         update={
             "load": load,
             "live_rollouts": int(live.get("live", 0)),
-            "policy_version": live.get("version") or None,
-            "healthy": "error" not in live and "rejected" not in live,
+            "policy": first,
+            "policy_version": versions[first],
+            "versions": {name: version for name, version in versions.items() if version},
+            "healthy": "error" not in live and not wrong,
             "reachable": "error" not in live,
-            "error": live.get("error") or live.get("rejected"),
+            "error": live.get("error")
+            or (rejected[policy] if policy else next(filter(None, rejected.values()), None)),
             "draining": "draining" in live,
             "paused": "paused" in live,
             "stats": BackendStats.model_validate_json(stats) if stats else None,
         }
     )
+    return backend.of(policy) if policy else backend

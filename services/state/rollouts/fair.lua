@@ -12,6 +12,14 @@ local function weight_of(tenant)
   return weight and weight > 0 and weight or 1
 end
 
+-- Of a line: its tenants, each one's rollouts, and where a tenant starts that had nobody waiting. The one before INIT:
+-- at the present virtual time, for what it left unused is not saved up. What it was served just before still counts,
+-- else one that submits singly would take a turn between all others.
+local INIT_LINE = {tenants = KEY.FAIR_TENANTS, waiting = KEY.fair_waiting, start = function(tenant)
+  return math.max(tonumber(redis.call('GET', KEY.FAIR_CLOCK) or '0'),
+    tonumber(redis.call('HGET', KEY.FAIR_SERVED, tenant) or '0'))
+end}
+
 -- Times of submission for `count` rollouts: those of one millisecond follow each other, so that the members of a
 -- group stay neighbours. Answers the first; each next one is a 1024th of a millisecond later.
 local function submission_times(count)
@@ -20,20 +28,18 @@ local function submission_times(count)
   return first
 end
 
--- A tenant that had nobody waiting starts at the present virtual time: what it left unused is not saved up. What it
--- was served just before still counts, else one that submits singly would take a turn between all others.
-local function queue_up(id, tenant, rank)
-  if redis.call('ZADD', KEY.fair_waiting(tenant), rank, id) == 0 then return end
-  if redis.call('ZSCORE', KEY.FAIR_TENANTS, tenant) then return end
-  local start = math.max(tonumber(redis.call('GET', KEY.FAIR_CLOCK) or '0'),
-    tonumber(redis.call('HGET', KEY.FAIR_SERVED, tenant) or '0'))
-  redis.call('ZADD', KEY.FAIR_TENANTS, exact(start), tenant)
+local function queue_up(id, tenant, rank, line)
+  line = line or INIT_LINE
+  if redis.call('ZADD', line.waiting(tenant), rank, id) == 0 then return end
+  if redis.call('ZSCORE', line.tenants, tenant) then return end
+  redis.call('ZADD', line.tenants, exact(line.start(tenant)), tenant)
 end
 
-local function leave_queue(id, tenant)
-  local waiting = KEY.fair_waiting(tenant)
+local function leave_queue(id, tenant, line)
+  line = line or INIT_LINE
+  local waiting = line.waiting(tenant)
   if redis.call('ZREM', waiting, id) == 1 and redis.call('EXISTS', waiting) == 0 then
-    redis.call('ZREM', KEY.FAIR_TENANTS, tenant)
+    redis.call('ZREM', line.tenants, tenant)
   end
 end
 

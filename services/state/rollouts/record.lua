@@ -1,4 +1,4 @@
--- needs: full observations rollouts/timeline backends/pins rollouts/fair rollouts/ahead batches/hooks results/account requests
+-- needs: full observations rollouts/timeline backends/waiting rollouts/ahead batches/hooks results/account requests
 -- A rollout's record and its states: the only code that writes a state. Takes `ALLOWED` (the transition table of
 -- store.py), `RETENTION_MS` and `ABSENT_MS`.
 

@@ -60,7 +60,11 @@ def test_counters_that_redis_lost_are_made_again_from_the_live_rollouts(heap, ro
         heap.acquire(rollout_id, tokens=10 + n, fence=claim.fence, group="g")
     before, groups = loads(heap), client.hgetall(keys.BACKEND_GROUPS)
     client.delete(
-        keys.BACKEND_LOAD, keys.BACKEND_PINS, keys.BACKEND_GROUPS, keys.BACKEND_CHOSEN, keys.backend("a")
+        keys.backends_load(""),
+        keys.BACKEND_PINS,
+        keys.BACKEND_GROUPS,
+        keys.backends_chosen(""),
+        keys.backend("a"),
     )
     assert heap.reconcile().restored == 6
     assert loads(heap) == before and list(client.hgetall(keys.BACKEND_GROUPS)) == list(groups)
@@ -74,7 +78,7 @@ def test_reservations_of_nobody_are_reclaimed(heap, rollouts, client):
     abandoned, claim = running(rollouts)
     heap.acquire(abandoned, tokens=10, fence=claim.fence)
     client.hdel(keys.record(abandoned), "owner")
-    client.zincrby(keys.BACKEND_LOAD, 5, "a")
+    client.zincrby(keys.backends_load(""), 5, "a")
     counts = heap.reconcile()
     assert (counts.reclaimed, counts.corrected) == (2, 1)
     assert loads(heap) == {"a": (0.0, 0)}
@@ -85,7 +89,7 @@ def test_each_counter_that_is_wrong_is_corrected(heap, rollouts, client, load, l
     put(heap, "a", "b")
     rollout_id, claim = running(rollouts)
     chosen = home(heap.acquire(rollout_id, tokens=10, fence=claim.fence))
-    client.zincrby(keys.BACKEND_LOAD, load, chosen)
+    client.zincrby(keys.backends_load(""), load, chosen)
     client.hincrby(keys.backend(chosen), "live", live)
     assert heap.reconcile().corrected == bool(load or live)
     assert loads(heap)[chosen] == (10.0, 1)
@@ -223,6 +227,7 @@ class HeapMachine(RuleBasedStateMachine):
             self.pins[rollout] = (placed.backend.id, tokens)
         else:
             assert placed.word == ("full" if self.known - self.closed else "none")
+            assert not self.heap.release(rollout), "it waits no more, and has nothing"
 
     @rule(rollout=ids, tokens=sizes, exclude=st.one_of(st.none(), names))
     def extend(self, rollout, tokens, exclude):

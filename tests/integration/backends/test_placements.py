@@ -251,10 +251,12 @@ def test_those_who_wait_for_room_get_it_in_order_of_arrival_whatever_they_need(s
 
         async def rollout(name, tokens):
             router = BackendRouter(name, placements, None)
-            await router.acquire(tokens)
-            started.append(name)
-            await router.release()
-            placements.wake()
+            try:
+                await router.acquire(tokens)
+                started.append(name)
+            finally:
+                await router.release()
+                placements.wake()
 
         assert (await placements.acquire("holder", tokens=900)).word == "ok"
         tasks = []
