@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from contextvars import Context
 from typing import Any
 
@@ -23,6 +21,7 @@ from rollout.trajectory import Trajectory
 from services.state.backends.store import BackendStore, Placed, placed
 from services.state.redis import LoopConnection
 from services.state.scripts import Call, commands
+from workers.agent.room import Room
 from workers.patience import ask, stopped
 
 MAX_BATCH = 256
@@ -33,8 +32,6 @@ EXCHANGE_POLL_S = 0.02
 """A canary takes about as long; only calls that end while one runs ask so often."""
 OUTAGE_S = 1.0
 """A round trip takes a millisecond; what takes longer than this is no round trip."""
-LOOK_AGAIN_S = 2.0
-"""Longest pause before a rollout that waits for room asks again by itself: messages may be lost."""
 
 
 class PromptSizes:
@@ -55,18 +52,16 @@ class PromptSizes:
             self._mean[handler] = mean + SHARE_OF_THE_NEWEST * (tokens - mean)
 
 
-class Placements:
+class Placements(Room):
     """The backends that the rollouts of a worker's event loop are on, by Redis. Call it on that loop only."""
 
     def __init__(self, store: BackendStore, connection: LoopConnection | None = None) -> None:
         """`connection`: saves the way through a thread; None = there is none."""
+        super().__init__()
         self._store = store
         self._connection = connection
         self._queue: list[tuple[Call, asyncio.Future[Any]]] = []
         self._flushing: asyncio.Task[None] | None = None
-        self.changed = asyncio.Event()
-        self._waiting: dict[str, asyncio.Event] = {}
-        """Those that wait for room, by the names of their reservations, in order of arrival."""
         self._calls: dict[str, dict[asyncio.Task[Any], str]] = {}
         """Calls under way to a backend, with their policies."""
         self._away_s = 0.0
@@ -127,37 +122,6 @@ class Placements:
     def clock(self) -> float:
         """Monotonic seconds without those of Redis' outages: nobody hears of a usable backend then."""
         return time.monotonic() - self._away_s
-
-    # -- waiting for room --------------------------------------------------------------------
-
-    def wake(self, granted: str = "") -> None:
-        """A message of the room channel: those that got room look for it.
-
-        Without any, something changed for the better: those whom no backend could take ask again, and of
-        those that wait for room the first, on behalf of all.
-        """
-        for name in granted.split() if granted else [*self._waiting][:1]:
-            if name in self._waiting:
-                self._waiting[name].set()
-        if not granted:
-            self.changed.set()
-            self.changed = asyncio.Event()
-
-    @contextmanager
-    def waiting(self, name: str) -> Iterator[asyncio.Event]:
-        """Have `wake` hear of a rollout: what it sets, from before the rollout asks for room."""
-        event = self._waiting[name] = asyncio.Event()
-        try:
-            yield event
-        finally:
-            if self._waiting.get(name) is event:
-                del self._waiting[name]
-
-    async def change(self, changed: asyncio.Event) -> None:
-        """Wait for a `wake` since you took `changed`, which is before you look, or for about two seconds."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_AGAIN_S * random.uniform(0.5, 1.0)):
-                await changed.wait()
 
     # -- calls under way ---------------------------------------------------------------------
 

@@ -1,24 +1,8 @@
--- needs: rollouts/timeline
+-- needs: rollouts/timeline backends/served
 -- Load of the LLM backends, and the choice between them. `KEY.backends_load(of)` is a policy's min-heap: member =
 -- backend, score = what the rollouts pinned to it reserve, of all policies that it serves. Never ZPOPMIN: a crash
 -- between pop and push would lose the backend.
 -- A pin (`<backend> <weight> <label>`) says what to give back and goes with it, so a release is idempotent.
-
--- What keys have of a policy's name.
-local function of(policy) return (policy or 'default') == 'default' and '' or '/' .. policy end
-
-local function id_of(ask) return ask.slot and ask.rollout .. '|' .. ask.slot or ask.rollout end
-
--- Whose a pin is: one word, which earlier releases take for the group.
-local function label_of(ask)
-  if not (ask.policy or ask.tenant) then return ask.group end
-  return ask.group .. ';' .. (ask.policy or 'default') .. ';' .. (ask.tenant or 'default')
-end
-
-local function owners(label)
-  local policy, tenant = label:match(';([^;]*);([^;]*)$')
-  return policy or 'default', tenant or 'default'
-end
 
 local function pin_of(id)
   local pin = redis.call('HGET', KEY.BACKEND_PINS, id)
@@ -28,21 +12,6 @@ end
 -- Those whom no backend could take are told; without any, nothing is sent.
 local function tell_waiting()
   if redis.call('EXISTS', KEY.BACKEND_WAITED) == 1 then redis.call('PUBLISH', KEY.BACKEND_ROOM_CHANNEL, '') end
-end
-
--- In all heaps that the backend is in.
-local function reserve(backend, policies, weight, rollouts)
-  for policy in (policies or 'default'):gmatch('%S+') do
-    local heap = KEY.backends_load(of(policy))
-    if tonumber(redis.call('ZINCRBY', heap, weight, backend)) < 0 then redis.call('ZADD', heap, 0, backend) end
-  end
-  if rollouts ~= 0 then redis.call('HINCRBY', KEY.backend(backend), 'live', rollouts) end
-end
-
--- For the tenant.
-local function book(label, weight)
-  local policy, tenant = owners(label)
-  redis.call('HINCRBY', KEY.backends_reserved(of(policy)), tenant, weight)
 end
 
 -- `<backend> <members>`: where a group's rollouts went, for their prompt is cached there.
@@ -211,18 +180,6 @@ local function holds(ask)
   if not ask.fence then return true end
   local r = redis.call('HMGET', KEY.record(ask.rollout), 'fence', 'owner')
   return r[1] == ask.fence and r[2]
-end
-
-local function note(ask, backend, label)
-  if not ask.fence then return end
-  if not ask.slot then
-    redis.call('HSET', KEY.record(ask.rollout), 'backend', backend, 'reserved', ask.weight, 'pinned_for', label)
-    return
-  end
-  local slots = redis.call('HGET', KEY.record(ask.rollout), 'slots') or ''
-  if not (' ' .. slots .. ' '):find(' ' .. ask.slot .. ' ', 1, true) then
-    redis.call('HSET', KEY.record(ask.rollout), 'slots', (slots == '' and '' or slots .. ' ') .. ask.slot)
-  end
 end
 
 local function pin(ask, place, label, text)

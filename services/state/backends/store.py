@@ -9,25 +9,17 @@ waits in line (`waiting.lua`).
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal
 
 import redis
-from pydantic_core import from_json
 
 from rollout.schema import Backend, BackendStats
 from rollout.schema.base import DEFAULT_POLICY
 from services.state import keys
+from services.state.backends.reading import LIVE_FIELDS, described, fleet, verdict_of
 from services.state.scripts import Call, Operations, request, send_many
 from services.state.tenants import DEFAULT_TENANT
-
-_LIVE_FIELDS = {
-    *("healthy", "reachable", "error", "draining", "paused"),
-    *("live_rollouts", "load", "stats", "policy_version", "versions", "policy"),
-}
-"""Of `Backend`: kept apart from its description, because they change."""
 
 
 @dataclass(frozen=True)
@@ -69,19 +61,6 @@ class Placed:
         return self.why in ("spill", "failover")
 
 
-@dataclass
-class Waits:
-    """For room on the backends of a policy, of a tenant's rollouts."""
-
-    seconds: float = 0.0
-    """Of waits that ended, however they did."""
-    ended: int = 0
-    waiting: int = 0
-    """Rollouts that wait now."""
-    longest_s: float = 0.0
-    """Of them who waits longest."""
-
-
 @dataclass(frozen=True)
 class Corrections:
     """What `reconcile` found wrong. All zero in a service that lost nothing."""
@@ -102,6 +81,7 @@ class BackendStore:
         self._policy = policy or PlacementPolicy()
         self._do = Operations(client, "backends/backends")
         self._place = Operations(client, "backends/placement")
+        self._upkeep = Operations(client, "backends/upkeep")
 
     @staticmethod
     def id_of(url: str) -> str:
@@ -121,7 +101,7 @@ class BackendStore:
         self._do(
             "put",
             backend=backend.id,
-            described=backend.model_dump_json(exclude=_LIVE_FIELDS),
+            described=backend.model_dump_json(exclude=LIVE_FIELDS),
             capacity=backend.capacity_tokens or 0,
             most=backend.max_rollouts or 0,
             policies=served,
@@ -135,33 +115,12 @@ class BackendStore:
         return self._do("remove", backend=backend_id)
 
     def get(self, backend_id: str, policy: str | None = None) -> Backend | None:
-        """One backend, or None; as it serves a policy, if one is named that it serves."""
-        with self._redis.pipeline(transaction=False) as pipe:
-            pipe.hget(keys.BACKENDS, backend_id)
-            pipe.zscore(keys.backends_load(""), backend_id)
-            pipe.hgetall(keys.backend(backend_id))
-            described, load, live = pipe.execute()
-        if described is None or (policy and policy not in _described(described).served):
-            return None
-        if load is None:
-            load = self._redis.zscore(_heap(_described(described)), backend_id)
-        return _backend(described, load or 0.0, live, policy)
+        """One backend, or None; as it serves a policy, where one is named."""
+        return next(iter(fleet(self._redis, policy, backend_id)), None)
 
     def list(self, policy: str | None = None) -> list[Backend]:
         """All backends, or those of a policy as they serve it, the least loaded first."""
-        described = {
-            name: raw
-            for name, raw in self._redis.hgetall(keys.BACKENDS).items()
-            if policy is None or policy in _described(raw).served
-        }
-        with self._redis.pipeline(transaction=False) as pipe:
-            for name, raw in described.items():
-                pipe.zscore(_heap(_described(raw)), name)
-                pipe.hgetall(keys.backend(name))
-            live = pipe.execute()
-        rows = zip(described.values(), live[::2], live[1::2], strict=True)
-        fleet = [_backend(raw, load, its, policy) for raw, load, its in rows if load is not None]
-        return sorted(fleet, key=lambda backend: (backend.load, backend.id))
+        return fleet(self._redis, policy)
 
     def _set(self, backend_id: str, field: str, value: str) -> bool:
         return self._do("set", backend=backend_id, field=field, value=value)
@@ -193,7 +152,7 @@ class BackendStore:
             policy: Whose weights are wrong. Calls of other policies go on.
         """
         named = by == "weights" and policy != DEFAULT_POLICY
-        known = self._set(backend_id, _verdict(by, policy), error or "unknown")
+        known = self._set(backend_id, verdict_of(by, policy), error or "unknown")
         if known:
             self._redis.publish(keys.BACKEND_DOWN_CHANNEL, f"{backend_id} {policy}" if named else backend_id)
         return known
@@ -206,7 +165,7 @@ class BackendStore:
         policy: str = DEFAULT_POLICY,
     ) -> bool:
         """The end of `fail` by the same."""
-        return self._set(backend_id, _verdict(by, policy), "")
+        return self._set(backend_id, verdict_of(by, policy), "")
 
     def set_version(self, backend_id: str, version: str | None, policy: str = DEFAULT_POLICY) -> bool:
         """Note which weights of a policy a backend serves."""
@@ -325,35 +284,11 @@ class BackendStore:
 
     def reconcile(self) -> Corrections:
         """Make the counters what the live rollouts say. Cheap enough for every half minute."""
-        return Corrections(**self._do("reconcile"))
+        return Corrections(**self._upkeep("reconcile"))
 
     def totals(self) -> dict[str, int]:
         """Sums for /metrics: `placed`, `placed_group`, `moved_spill`, `moved_failover`, `refused_full` …"""
         return {name: int(value) for name, value in self._redis.hgetall(keys.BACKEND_TOTALS).items()}
-
-    def waits(self) -> dict[tuple[str, str], Waits]:
-        """How rollouts waited for room, by policy and tenant."""
-        with self._redis.pipeline() as pipe:
-            pipe.hgetall(keys.BACKEND_WAITS)
-            pipe.hvals(keys.BACKEND_ASKS)
-            pipe.time()
-            totals, asks, (seconds, _) = pipe.execute()
-        waits: defaultdict[tuple[str, str], Waits] = defaultdict(Waits)
-        for name, value in totals.items():
-            policy, tenant, *n = name.split(" ")
-            field = "ended" if n else "seconds"
-            setattr(waits[policy, tenant], field, int(value) if n else int(value) / 1000)
-        for raw in asks:
-            ask = from_json(raw.partition(" ")[2])
-            its = waits[ask.get("policy", DEFAULT_POLICY), ask.get("tenant", DEFAULT_TENANT)]
-            its.waiting += 1
-            its.longest_s = max(its.longest_s, seconds - ask["since"] / 1000)
-        return dict(waits)
-
-
-@lru_cache(maxsize=1024)
-def _described(raw: str) -> Backend:
-    return Backend.model_validate_json(raw)
 
 
 def placed(answer: dict[str, str] | Exception) -> Placed:
@@ -368,41 +303,6 @@ def placed(answer: dict[str, str] | Exception) -> Placed:
     if "backend" in answer:
         policy, version = answer.get("policy", DEFAULT_POLICY), answer["version"] or None
         # Only of this policy: what the others have may have changed since.
-        known = _described(answer["described"]).model_copy(update={"versions": {policy: version}})
+        known = described(answer["described"]).model_copy(update={"versions": {policy: version}})
         backend = known.of(policy)
     return Placed(answer["word"], backend, answer["why"])  # type: ignore[arg-type]
-
-
-def _heap(backend: Backend) -> str:
-    """A heap that the backend is in; its score is the same in all."""
-    return keys.backends_load(keys.of(next(iter(backend.served))))
-
-
-def _verdict(by: Literal["health", "weights"], policy: str) -> str:
-    return "error" if by == "health" else f"rejected{keys.of(policy)}"
-
-
-def _backend(described: str, load: float, live: dict[str, str], policy: str | None = None) -> Backend:
-    known, stats = _described(described), live.get("stats")
-    versions = {name: live.get(f"version{keys.of(name)}") or None for name in known.served}
-    rejected = {name: live.get(f"rejected{keys.of(name)}") for name in known.served}
-    # All of its policies must be wrong before it is of no use.
-    wrong = rejected[policy] if policy else all(rejected.values())
-    first = next(iter(known.served))
-    backend = known.model_copy(
-        update={
-            "load": load,
-            "live_rollouts": int(live.get("live", 0)),
-            "policy": first,
-            "policy_version": versions[first],
-            "versions": {name: version for name, version in versions.items() if version},
-            "healthy": "error" not in live and not wrong,
-            "reachable": "error" not in live,
-            "error": live.get("error")
-            or (rejected[policy] if policy else next(filter(None, rejected.values()), None)),
-            "draining": "draining" in live,
-            "paused": "paused" in live,
-            "stats": BackendStats.model_validate_json(stats) if stats else None,
-        }
-    )
-    return backend.of(policy) if policy else backend

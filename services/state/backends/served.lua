@@ -1,0 +1,46 @@
+-- Whose a reservation is, and what keeps count of it: a backend may serve several policies, and a rollout may have
+-- slots, which are further reservations beside its own.
+
+-- What keys have of a policy's name.
+local function of(policy) return (policy or 'default') == 'default' and '' or '/' .. policy end
+
+local function id_of(ask) return ask.slot and ask.rollout .. '|' .. ask.slot or ask.rollout end
+
+-- Whose a pin is: one word, which earlier releases take for the group.
+local function label_of(ask)
+  if not (ask.policy or ask.tenant) then return ask.group end
+  return ask.group .. ';' .. (ask.policy or 'default') .. ';' .. (ask.tenant or 'default')
+end
+
+local function owners(label)
+  local policy, tenant = label:match(';([^;]*);([^;]*)$')
+  return policy or 'default', tenant or 'default'
+end
+
+-- In all heaps that the backend is in.
+local function reserve(backend, policies, weight, rollouts)
+  for policy in (policies or 'default'):gmatch('%S+') do
+    local heap = KEY.backends_load(of(policy))
+    if tonumber(redis.call('ZINCRBY', heap, weight, backend)) < 0 then redis.call('ZADD', heap, 0, backend) end
+  end
+  if rollouts ~= 0 then redis.call('HINCRBY', KEY.backend(backend), 'live', rollouts) end
+end
+
+-- For the tenant.
+local function book(label, weight)
+  local policy, tenant = owners(label)
+  redis.call('HINCRBY', KEY.backends_reserved(of(policy)), tenant, weight)
+end
+
+-- What must go with the rollout, and may have to be made again.
+local function note(ask, backend, label)
+  if not ask.fence then return end
+  if not ask.slot then
+    redis.call('HSET', KEY.record(ask.rollout), 'backend', backend, 'reserved', ask.weight, 'pinned_for', label)
+    return
+  end
+  local slots = redis.call('HGET', KEY.record(ask.rollout), 'slots') or ''
+  if not (' ' .. slots .. ' '):find(' ' .. ask.slot .. ' ', 1, true) then
+    redis.call('HSET', KEY.record(ask.rollout), 'slots', (slots == '' and '' or slots .. ' ') .. ask.slot)
+  end
+end
