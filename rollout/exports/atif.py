@@ -1,7 +1,7 @@
 """ATIF 1.8, the Agent Trajectory Interchange Format: a JSON document a rollout.
 
-Its steps are those of the agent's last chain; the others are its `subagent_trajectories`. With each step that a
-model call made are the call's ids and log-probs and, under `metrics.extra`, policy versions and loss mask.
+Its steps are those of the agent's last chain; the others are its `subagent_trajectories`. With each step that
+a model call made are the call's ids and log-probs and, under `metrics.extra`, policy versions and loss mask.
 """
 
 from __future__ import annotations
