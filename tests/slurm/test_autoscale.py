@@ -120,9 +120,10 @@ def test_engines_come_for_what_waits_for_room_and_drain_before_they_go(talkers, 
         return [gate for gate in gates if list(gate.glob("*.*"))]
 
     cluster.wait(lambda: len(arrived()) == 2, "two to be placed")
-    waiting = service.submit(20, gates[0], "spoken")
     with service.client as client:
         cluster.wait(lambda: client.status()["states"]["running"] == 6, "the others to wait for room")
+        waiting = service.submit(20, gates[0], "spoken")
+        cluster.wait(lambda: client.status()["states"]["ready"] >= 10, "more to wait for RUN")
     output = autoscale(service, *scaled, "--nodes", "1:3", "--dry-run")
     assert "100% of RUN waits for room on LLM servers, no reason for nodes: engines" in output
     assert "engines: 1 (0 coming) → 2, 4 rollouts with " in output and "nodes: 1" not in output
