@@ -117,7 +117,7 @@ def autoscale(
         try:
             settings = _settings(stack)
             if stack and bounds:
-                stack.require_engines()
+                stack.engine_policy()
             logs.configure(settings)
             goal = Goal(
                 wait_s=settings.autoscale_wait_s if wait_s is None else wait_s,

@@ -3,12 +3,14 @@ jobs that carry them."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import redis
+from pydantic_core import from_json
 
-from rollout.schema import Backend, State
+from rollout.schema import Backend
 from rollout.schema.base import DEFAULT_POLICY
 from services.autoscale.policy import NodeState, Waiting, engine_need
 from services.launch.slurm.plan import ENGINE
@@ -27,17 +29,14 @@ def name_of(policy: str) -> str:
 
 
 def waiting_for_room(client: redis.Redis) -> dict[str, Waiting]:
-    """What waits for room on LLM servers, by policy: rollouts in RUN that have no placement, once one was
-    refused. Each is taken to want as much as those that have one."""
-    with client.pipeline(transaction=False) as pipe:
-        pipe.exists(keys.BACKEND_WAITED)
-        pipe.hget(keys.COUNTS, State.RUNNING)
-        pipe.hvals(keys.BACKEND_PINS)
-        waited, running, pins = pipe.execute()
-    if not waited or (rollouts := int(running or 0) - len(pins)) <= 0:
-        return {}
-    reserved = sum(float(pin.split()[1]) for pin in pins)
-    return {DEFAULT_POLICY: Waiting(rollouts, rollouts * reserved / max(1, len(pins)))}
+    """What waits in line for room on LLM servers, by policy."""
+    waiting: defaultdict[str, Waiting] = defaultdict(Waiting)
+    for raw in client.hvals(keys.BACKEND_ASKS):
+        tokens, _, ask = raw.partition(" ")
+        policy = from_json(ask).get("policy", DEFAULT_POLICY)
+        its = waiting[policy]
+        waiting[policy] = Waiting(its.rollouts + 1, its.tokens + float(tokens))
+    return dict(waiting)
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,8 @@ class LlmLoad:
     """Policy → what waits for room on its servers."""
     updating: frozenset[str] = frozenset()
     """Policies whose weights are being exchanged."""
+    refused: bool = False
+    """A rollout of some policy, which no server could take, was refused a moment ago; it is not in line."""
 
     @property
     def share(self) -> float:
@@ -57,16 +58,16 @@ class LlmLoad:
         waiting = sum(its.rollouts for its in self.waiting.values())
         full = sum(its.live_rollouts for its in self.backends if self.waiting.keys() & its.served.keys())
         held = sum(its.live_rollouts for its in self.backends) + waiting
-        return (full + waiting) / held if waiting else 0.0
+        return (full + waiting) / held if waiting else float(self.refused and not self.backends)
 
 
 def llm_load(client: redis.Redis) -> LlmLoad:
     """What LLM servers hold, and what waits for them; RedisError if Redis is away."""
     backends, policies = BackendStore(client).list(), PolicyStore(client)
     served = {policy for backend in backends for policy in backend.served}
-    updating = frozenset(policy for policy in served if policy == DEFAULT_POLICY and policies.under_way())
+    updating = frozenset(policy for policy in served if policies.under_way(policy))
     usable = [backend for backend in backends if backend.healthy and not backend.draining]
-    return LlmLoad(usable, waiting_for_room(client), updating)
+    return LlmLoad(usable, waiting_for_room(client), updating, bool(client.exists(keys.BACKEND_WAITED)))
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,9 @@ class EngineState:
         each = max(1.0, len(self.own) / max(1, self.nodes.up))
         held = sum(backend.live_rollouts for backend in self.own)
         why = f"{waiting.rollouts} rollouts with {waiting.tokens:.0f} tokens wait for room, {held} are placed"
-        return *engine_need(self.own, self.others, waiting, admit, each), why
+        needed, in_use = engine_need(self.own, self.others, waiting, admit, each)
+        least = int(llm.refused and not self.others)
+        return max(needed, least), max(in_use, least), why
 
 
 class SlurmEngines:

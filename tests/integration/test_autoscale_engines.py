@@ -240,3 +240,18 @@ def test_the_state_of_engines_is_kept_by_kind(redis, heap):
     assert AutoscaleStore(redis).get()["nodes"] == {"engines": {"up": 1, "coming": 0, "target": 1}}
     assert json.loads(redis.get("autoscale"))["stages"]["run"]["engines"] == 0.0
     assert name_of("judge") == "engines/judge"
+
+
+def test_what_waits_and_what_is_exchanged_is_told_by_policy(redis, heap):
+    engines = Engines(heap)
+    engines.start("a")
+    engines.start("j", policies={"judge": "m"})
+    words = [heap.acquire(f"r{n}", tokens=250, slot="judge", policy="judge").word for n in range(5)]
+    assert words == ["ok"] * 3 + ["full"] * 2
+    assert heap.acquire("x", tokens=250).word == "ok"
+    PolicyStore(redis).create(PolicyRequest(version="v1", path="/a"), [heap.get("j")], "judge")
+    llm = llm_load(redis)
+    assert (llm.waiting, llm.updating) == ({"judge": Waiting(2, 500.0)}, {"judge"})
+    assert llm.share == 5 / 6
+    assert engines.look("judge", llm).needed("judge", llm, ADMIT) is None
+    assert engines.look("default", llm).needed("default", llm, ADMIT)[:2] == (1, 1)

@@ -133,6 +133,24 @@ def test_engines_of_a_policy_are_told_from_anothers_and_from_servers_that_are_no
     assert SlurmEngines(engines, 5).look("default", llm("g2")).nodes.up == 1
 
 
+def test_engines_are_of_the_policy_that_up_was_asked_for(engines, commands):
+    asked = UpOptions(nodes=0, engines=Engines(3, command="serve {port}", policy="user"))
+    engines.run.write_options(asked.to_json(Site()))
+    assert len(engines.active("engine", ["user"])) == 3
+    assert engines.active("engine", ["default"]) == []
+    SlurmEngines(engines, 5).set("user", 4, {})
+    SlurmEngines(engines, 5).set("default", 1, {})
+    own, default = commands.called("sbatch")
+    assert own.endswith(str(engines.run.path)) and default.endswith(f"{engines.run.path} default")
+
+
+def test_engines_of_which_up_was_told_nothing_are_refused(engines):
+    engines.run.write_options(UpOptions(nodes=1).to_json(Site()))
+    for ask in (lambda: SlurmEngines(engines, 5).look("default", llm()), engines.engine_policy):
+        with pytest.raises(SlurmError, match="told of no engines: give --engine-nodes"):
+            ask()
+
+
 def test_more_engines_are_submitted_for_their_policy(engines, commands):
     SlurmEngines(engines, 5).set("default", 4, {})
     SlurmEngines(engines, 5).set("judge", 3, {})

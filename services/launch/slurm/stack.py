@@ -12,7 +12,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
-from rollout.schema.base import DEFAULT_POLICY
 from services.launch import SlurmError
 from services.launch.parts import STAGES
 from services.launch.slurm import plan, scheduler
@@ -239,11 +238,14 @@ class SlurmStack:
         Args:
             stages: Of nodes. Of engines their policy, or all stages for those of any policy.
         """
+        every = role == ENGINE and stages == list(STAGES)
+        # Engine jobs that were submitted without a policy are as `up` was asked.
+        usual = [self.engine_policy()] if role == ENGINE and not every else []
         return [
             view
             for view in look(self.run).views
             if view.role == role
-            and ((view.stages or [DEFAULT_POLICY]) == stages or (role == ENGINE and stages == list(STAGES)))
+            and (every or (view.stages or usual) == stages)
             and view.job.active
             and not view.ends(self.run)
         ]
@@ -255,10 +257,11 @@ class SlurmStack:
             raise SlurmError(f"no service runs from {self.run.path}; `rollout slurm up` starts one")
         return UpOptions.from_json(saved)
 
-    def require_engines(self) -> None:
-        """SlurmError if `up` was not told what an engine is."""
-        if self.saved()[0].engines is None:
+    def engine_policy(self) -> str:
+        """The policy of engines as `up` was asked for them; SlurmError if it was not."""
+        if (engines := self.saved()[0].engines) is None:
             raise SlurmError("`up` was told of no engines: give --engine-nodes and --engine-model there")
+        return engines.policy
 
     def scale(
         self,
@@ -288,9 +291,8 @@ class SlurmStack:
             options, where = self.saved()
             if not seen.views:
                 raise SlurmError(f"no service runs from {self.run.path}; `rollout slurm up` starts one")
-            if role == ENGINE:
-                self.require_engines()
-            kind = STAGES if stages == [DEFAULT_POLICY] else tuple(stages)
+            usual = role == ENGINE and stages == [self.engine_policy()]
+            kind = STAGES if usual else tuple(stages)
             self._submit(plan.submission(self.run, where, options, role, change, kind))
         elif change < 0:
 
