@@ -190,8 +190,8 @@ def test_a_backend_that_is_found_down_in_the_middle_of_a_stream_is_left_with_the
 
 def test_a_call_that_is_ended_before_it_begins_is_made_elsewhere():
     class Downs(Fares):
-        def watch(self, backend_id, call):
-            super().watch(backend_id, call)
+        def watch(self, backend_id, call, policy):
+            super().watch(backend_id, call, policy)
             if backend_id == "engine0":
                 self.down(backend_id)
 
