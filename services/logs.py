@@ -37,20 +37,17 @@ _PATTERNS = (
 )
 
 _identity: dict[str, Any] = {}
-_late: list[str] = []
 _hidden: tuple[str, ...] = ()
-"""Secrets that this process has read from files, as they came; and the longest first, for one may be the
-beginning of another."""
-MOST_HIDDEN = 1000
+"""Secrets that this process has read from files, the longest first: one may be the beginning of another."""
 T = TypeVar("T", str, bytes, bytearray)
 
 
 def hide(secret: str) -> None:
     """Keep a secret out of all lines from now on, and out of what `masked` returns."""
     global _hidden
-    _late.extend({secret, json.dumps(secret)[1:-1], quote(secret, safe="")}.difference(_late))
+    shapes = {*_hidden, secret, json.dumps(secret)[1:-1], quote(secret, safe="")}
     # Never changed in place: other threads are at it.
-    _hidden = tuple(sorted(_late[-MOST_HIDDEN:], key=len, reverse=True))
+    _hidden = tuple(sorted(shapes, key=len, reverse=True))
 
 
 def masked(text: T) -> T:

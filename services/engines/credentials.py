@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 from pathlib import Path
 
 import requests
 
 from services import logs
+from services.guard import engine_token
 from services.launch import paths
 from services.settings import settings
 
-MOST_BYTES = 4096
 SHORTEST = 8
-"""Characters of a value. A shorter one would be taken out of texts that have it for other reasons."""
+"""Characters of a token. A shorter one would be taken out of texts that have it for other reasons."""
 REFUSED = frozenset({401, 403})
 """What a server answers who wants another key, or one."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
-_HEADER = re.compile(r"([A-Za-z0-9!#$%&'*+.^_`|~-]+): +(\S(?:.*\S)?)")
-_OURS = frozenset(
-    {"host", "connection", "content-type", "content-length", "transfer-encoding", "te", "upgrade", "expect"}
-    | {"accept-encoding", "x-request-id"}
+_OURS = re.compile(
+    r"(?i)host|connection|content-.*|transfer-encoding|te|upgrade|expect|accept-.*|x-request-id"
 )
 """Headers that calls have for other reasons."""
 _read: dict[Path, tuple[tuple[int, ...], dict[str, str]]] = {}
@@ -31,6 +27,11 @@ _read: dict[Path, tuple[tuple[int, ...], dict[str, str]]] = {}
 
 class KeyProblem(requests.RequestException):
     """A key cannot be used, so a call cannot be made. The text names the file and not what is in it."""
+
+
+def directories(chosen: str) -> list[str]:
+    """Where files of keys may be, as the setting says."""
+    return list(filter(None, (chosen or str(paths.home() / "engine-keys")).split(":")))
 
 
 def headers(key: str | None) -> dict[str, str]:
@@ -43,28 +44,34 @@ def headers(key: str | None) -> dict[str, str]:
         return {}
     if not _NAME.fullmatch(key):
         raise KeyProblem(f"engine key {key!r:.140} is no plain name of a file")
-    for directory in directories(settings().engine_keys):
-        path = Path(directory) / key
+    for path in (Path(directory) / key for directory in directories(settings().engine_keys)):
         try:
-            look = _look(path.lstat())
+            status = path.lstat()
+            look = (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
             if path not in _read or _read[path][0] != look:
-                _read[path] = _checked(path, key)
+                _read[path] = look, _header(path)
             return _read[path][1]
         except FileNotFoundError:
             continue
-        except OSError as error:
-            if isinstance(error, KeyProblem):
-                raise
-            raise KeyProblem(f"engine key {key!r} cannot be read: {error.strerror}") from None
+        except (OSError, ValueError) as error:
+            raise KeyProblem(f"engine key {key!r} {getattr(error, 'strerror', None) or error}") from None
     raise KeyProblem(
         f"there is no engine key {key!r} here: write its token into a file of that name, mode 600, in the "
         "directory ROLLOUT_ENGINE_KEYS of the gateway and of each worker"
     )
 
 
-def directories(chosen: str) -> list[str]:
-    """Where files of keys may be, as the setting says."""
-    return list(filter(None, (chosen or str(paths.home() / "engine-keys")).split(":")))
+def _header(path: Path) -> dict[str, str]:
+    found = engine_token.read(str(path))
+    if len(found) != 1:
+        raise ValueError("holds no line, or several")
+    ((name, value),) = found
+    token = value.rpartition(" ")[2]
+    if len(token) < SHORTEST or _OURS.fullmatch(name):
+        raise ValueError(f"holds less than {SHORTEST} characters, or a header that calls have already")
+    logs.hide(value)
+    logs.hide(token)
+    return {name: value}
 
 
 def refusal(status: int, key: str | None) -> str:
@@ -72,41 +79,3 @@ def refusal(status: int, key: str | None) -> str:
     if status not in REFUSED:
         return ""
     return f" (engine key {key!r} was sent)" if key else " (no key was sent: register it with `key`)"
-
-
-def _look(status: os.stat_result) -> tuple[int, ...]:
-    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size
-
-
-def _checked(path: Path, key: str) -> tuple[tuple[int, ...], dict[str, str]]:
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        status = os.fstat(file.fileno())
-        fault = _fault(status)
-        data = b"" if fault else file.read(MOST_BYTES + 1)
-    text = data.decode("ascii", "replace").strip(" \r\n")
-    if not fault and len(data) > MOST_BYTES:
-        fault = f"has more than {MOST_BYTES} bytes"
-    elif not fault and not (text.isascii() and text.isprintable()):
-        fault = "holds more than one line of printable ASCII"
-    match = _HEADER.fullmatch(text)
-    name, value = match.groups() if match else ("Authorization", f"Bearer {text}")
-    secret = value if match else text
-    if not fault and (len(secret) < SHORTEST or name.lower() in _OURS or (not match and " " in text)):
-        fault = f"holds neither a token of {SHORTEST} characters or more, nor one line `Header-Name: value`"
-    if fault:
-        raise KeyProblem(f"engine key {key!r} {fault}")
-    logs.hide(secret)
-    if len(last := secret.rpartition(" ")[2]) >= SHORTEST:
-        logs.hide(last)
-    return _look(status), {name: value}
-
-
-def _fault(status: os.stat_result) -> str:
-    """Why a file is no place for a key; empty = it is one."""
-    if not stat.S_ISREG(status.st_mode):
-        return "is no plain file"
-    if status.st_uid not in (os.geteuid(), 0):
-        return f"belongs to user {status.st_uid}"
-    if status.st_mode & 0o077:
-        return f"can be read by others (mode {stat.S_IMODE(status.st_mode):04o}): chmod 600"
-    return ""

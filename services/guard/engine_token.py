@@ -10,74 +10,81 @@ standard library is imported here, for vLLM's environment has nothing of ours.
 from __future__ import annotations
 
 import hmac
-import json
 import os
+import re
 import stat
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 
 VARIABLE = "ROLLOUT_ENGINE_TOKEN_FILE"
 OPEN = "/health"
 """Who waits for a server to come up knows no token, and learns nothing there."""
 LOOK_S = 1.0
 """Seconds between two looks whether the file has changed."""
+MOST_BYTES = 4096
 REFUSAL = "this server asks for its token, in a header"
+_HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def read(path: str) -> list[tuple[str, str]]:
+    """The headers that a private file stands for: a token a line, or `Header-Name: value`.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: Others may have read or written it, or it holds something else. What, is not said.
+    """
+    with os.fdopen(os.open(path, _FLAGS), "rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("is no plain file")
+        if status.st_uid not in (os.geteuid(), 0):
+            raise ValueError(f"belongs to user {status.st_uid}")
+        if status.st_mode & 0o077:
+            raise ValueError(f"is open to others (mode {stat.S_IMODE(status.st_mode):04o}): chmod 600")
+        data = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise ValueError(f"has more than {MOST_BYTES} bytes")
+    lines = data.decode("ascii", "replace").replace("\r\n", "\n").split("\n")
+    return [_header(line.strip(" ")) for line in lines if line.strip(" ")]
+
+
+def _header(line: str) -> tuple[str, str]:
+    name, colon, value = line.partition(": ")
+    name, value = (name, value.strip()) if colon else ("Authorization", f"Bearer {line}")
+    if not (line.isascii() and line.isprintable() and _HEADER.fullmatch(name)) or (not colon and " " in line):
+        raise ValueError("has a line that is neither a token nor `Header-Name: value`, in printable ASCII")
+    return name, value
 
 
 class TokenFile:
-    """The tokens of a server: one a line, or `Header-Name: value`. Any of them is enough, so one can be
-    exchanged while both are accepted."""
+    """The tokens of a server. Any of them is enough, so one is exchanged while both are accepted."""
 
     def __init__(self, path: str) -> None:
         """
         Raises:
-            ValueError: It cannot be read, others may read it, or there is nothing in it.
+            ValueError: It cannot be used, or is empty.
         """
         self._path = path
-        self._looked = float("-inf")
-        self._seen: tuple[int, ...] = ()
-        self._wanted: list[tuple[bytes, bytes]] = []
         try:
-            self._read()
-        except OSError as error:
-            raise ValueError(f"token file {path} cannot be read: {error.strerror}") from None
+            self._wanted = read(path)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"token file {path}: {error}") from None
         if not self._wanted:
             raise ValueError(f"token file {path} is empty")
+        self._looked = time.monotonic()
 
     def permits(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         """Whether a token is among the headers of a request."""
         if time.monotonic() - self._looked > LOOK_S:
+            self._looked = time.monotonic()
             with suppress(OSError, ValueError):  # while it is exchanged, or its file system is away
-                self._read()
+                self._wanted = read(self._path)
         brought = [(name.lower(), value) for name, value in headers]
-        matches = [
-            hmac.compare_digest(value, wanted)
-            for header, wanted in self._wanted
-            for name, value in brought
-            if name == header
-        ]
-        return any(matches)
-
-    def _read(self) -> None:
-        self._looked = time.monotonic()
-        with Path(self._path).open(encoding="ascii") as file:
-            status = os.fstat(file.fileno())
-            seen = (status.st_ino, status.st_mtime_ns, status.st_size)
-            if seen == self._seen:
-                return
-            if not stat.S_ISREG(status.st_mode) or status.st_mode & 0o077:
-                raise ValueError(f"token file {self._path} must be a file that only its owner can read (600)")
-            lines = [line.strip() for line in file.read().splitlines() if line.strip()]
-        self._wanted = [_header(line) for line in lines]
-        self._seen = seen
-
-
-def _header(line: str) -> tuple[bytes, bytes]:
-    name, colon, value = line.partition(": ")
-    pair = (name.lower(), value.strip()) if colon else ("authorization", f"Bearer {line}")
-    return pair[0].encode(), pair[1].encode()
+        wanted = [(name.lower().encode(), value.encode()) for name, value in self._wanted]
+        pairs = [(value, token) for name, value in brought for header, token in wanted if name == header]
+        return any(hmac.compare_digest(value, token) for value, token in pairs)
 
 
 class RequireToken:
@@ -95,9 +102,7 @@ class RequireToken:
         elif kind == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            error = {"message": REFUSAL, "type": "AuthenticationError", "param": None, "code": 401}
-            body = json.dumps({"error": error}).encode()
+            body = b'{"error": {"message": "%s", "code": 401}}' % REFUSAL.encode()
             headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
-            headers.append((b"content-length", str(len(body)).encode()))
             await send({"type": "http.response.start", "status": 401, "headers": headers})
             await send({"type": "http.response.body", "body": body})

@@ -32,11 +32,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="directory in Hugging Face's format")
     parser.add_argument("--host", default="127.0.0.1", help="without a token: keep it private")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument(
-        "--token-file",
-        default=os.environ.get(VARIABLE),
-        help=f"private file with the tokens that it asks for; default: {VARIABLE}, else it asks for none",
-    )
+    parser.add_argument("--token-file", default=os.environ.get(VARIABLE), help="tokens that it asks for")
     parser.add_argument("--served-model-name", help="default: the value of --model")
     parser.add_argument("--max-model-len", type=int, help="tokens; default: the model's context")
     parser.add_argument("--max-num-seqs", type=int, default=128, help="sequences sampled together")
