@@ -56,7 +56,7 @@ def ask(method: str, url: str, timeout_s: float, key: str | None = None, **optio
         options: Of `requests`, such as `json` and `params`.
 
     Raises:
-        KeyProblem: The key cannot be used.
+        EngineKeyProblem: The key cannot be used.
         BoundlessAnswer: It is too long.
         requests.ReadTimeout: It comes too slowly, in whole or in part.
         requests.RequestException: As the library has it.

@@ -25,7 +25,7 @@ _read: dict[Path, tuple[tuple[int, ...], dict[str, str]]] = {}
 """What files held, and how they looked then."""
 
 
-class KeyProblem(requests.RequestException):
+class EngineKeyProblem(requests.RequestException):
     """A key cannot be used, so a call cannot be made. The text names the file and not what is in it."""
 
 
@@ -38,12 +38,12 @@ def headers(key: str | None) -> dict[str, str]:
     """The headers of calls to a server that is registered with this key; none without one.
 
     Raises:
-        KeyProblem: There is no such file, others may read it, or it holds no token.
+        EngineKeyProblem: There is no such file, others may read it, or it holds no token.
     """
     if key is None:
         return {}
     if not _NAME.fullmatch(key):
-        raise KeyProblem(f"engine key {key!r:.140} is no plain name of a file")
+        raise EngineKeyProblem(f"engine key {key!r:.140} is no plain name of a file")
     for path in (Path(directory) / key for directory in directories(settings().engine_keys)):
         try:
             status = path.lstat()
@@ -54,8 +54,10 @@ def headers(key: str | None) -> dict[str, str]:
         except FileNotFoundError:
             continue
         except (OSError, ValueError) as error:
-            raise KeyProblem(f"engine key {key!r} {getattr(error, 'strerror', None) or error}") from None
-    raise KeyProblem(
+            raise EngineKeyProblem(
+                f"engine key {key!r} {getattr(error, 'strerror', None) or error}"
+            ) from None
+    raise EngineKeyProblem(
         f"there is no engine key {key!r} here: write its token into a file of that name, mode 600, in the "
         "directory ROLLOUT_ENGINE_KEYS of the gateway and of each worker"
     )

@@ -9,7 +9,7 @@ import requests
 
 from rollout.schema import DEFAULT_POLICY, Backend, BackendRequest, EngineApi, EngineName
 from services.engines.address import ask, json_object, root, text_of
-from services.engines.credentials import REFUSED, KeyProblem, refusal
+from services.engines.credentials import REFUSED, EngineKeyProblem, refusal
 from services.engines.labels import versions_of
 from services.engines.stats import MOST, WEIGHT_ROUTES, samples, version_in
 from services.state.backends.store import BackendStore
@@ -49,7 +49,8 @@ def describe(request: BackendRequest) -> Backend:
     try:
         server = _Server(url, request.key)
         return server.text_only(request) if request.text_only else server.describe(request)
-    except KeyProblem as error:
+    except EngineKeyProblem as error:
+        raise DescribeError("key", str(error)) from None
         raise DescribeError("key", str(error)) from None
     except requests.RequestException as error:
         text = f"{url} does not answer as an LLM server: {text_of(error)}"

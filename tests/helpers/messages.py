@@ -180,9 +180,17 @@ GROUPS = (
         (
             *("BoundlessAnswer", "BrokenAnswer", "CallAborted", "CanaryFailed", "CheckpointError"),
             "ClientPayloadError",
-            *("ControlError", "DescribeError", "EngineError", "ProbeError", "ReadTimeout", "RequestError"),
+            *(
+                "ControlError",
+                "DescribeError",
+                "EngineError",
+                "EngineKeyProblem",
+                "ProbeError",
+                "ReadTimeout",
+            ),
+            "RequestError",
         ),
-        ("services/engines/", "services/inference/"),
+        ("services/engines/", "services/guard/", "services/inference/"),
     ),
     Group(
         "Programs and capture",

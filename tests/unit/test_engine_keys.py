@@ -9,7 +9,7 @@ import os
 import pytest
 
 from services import logs
-from services.engines.credentials import KeyProblem, headers, refusal
+from services.engines.credentials import EngineKeyProblem, headers, refusal
 from services.guard import engine_token
 from services.guard.engine_token import RequireToken, TokenFile
 from services.settings import settings
@@ -71,7 +71,7 @@ def test_without_a_key_calls_carry_none():
 )
 def test_what_holds_neither_is_refused_and_not_shown(keys, text, why):
     write(keys / "gpu", text)
-    with pytest.raises(KeyProblem, match=f"engine key 'gpu' .*{why}") as caught:
+    with pytest.raises(EngineKeyProblem, match=f"engine key 'gpu' .*{why}") as caught:
         headers("gpu")
     assert TOKEN not in str(caught.value)
 
@@ -81,7 +81,7 @@ def test_a_file_that_others_may_read_is_refused_until_they_may_not(keys, mode):
     write(keys / "gpu", TOKEN)
     assert headers("gpu")
     (keys / "gpu").chmod(mode)
-    with pytest.raises(KeyProblem, match=f"mode {mode:04o}"):
+    with pytest.raises(EngineKeyProblem, match=f"mode {mode:04o}"):
         headers("gpu")
     (keys / "gpu").chmod(0o600)
     assert headers("gpu")
@@ -91,7 +91,7 @@ def test_a_file_that_others_may_read_is_refused_until_they_may_not(keys, mode):
 def test_somebody_else_s_file_is_refused(keys):
     write(keys / "gpu", TOKEN)
     os.chown(keys / "gpu", 4242, 4242)
-    with pytest.raises(KeyProblem, match="belongs to user 4242"):
+    with pytest.raises(EngineKeyProblem, match="belongs to user 4242"):
         headers("gpu")
 
 
@@ -100,7 +100,7 @@ def test_somebody_else_s_file_is_refused(keys):
 )
 def test_no_name_leads_out_of_the_directory(keys, key):
     write(keys.parent / "secret", TOKEN)
-    with pytest.raises(KeyProblem, match="no plain name"):
+    with pytest.raises(EngineKeyProblem, match="no plain name"):
         headers(key)
 
 
@@ -110,13 +110,13 @@ def test_what_is_no_plain_file_is_refused_and_nobody_waits_for_it(keys):
     (keys / "folder").mkdir(mode=0o700)
     os.mkfifo(keys / "pipe", 0o600)
     for key in ("link", "folder", "pipe"):
-        with pytest.raises(KeyProblem, match=f"engine key '{key}'") as caught:
+        with pytest.raises(EngineKeyProblem, match=f"engine key '{key}'") as caught:
             headers(key)
         assert str(keys) not in str(caught.value)
 
 
 def test_a_key_that_is_nowhere_says_what_to_do(keys):
-    with pytest.raises(KeyProblem, match="ROLLOUT_ENGINE_KEYS") as caught:
+    with pytest.raises(EngineKeyProblem, match="ROLLOUT_ENGINE_KEYS") as caught:
         headers("gpu")
     assert isinstance(caught.value, OSError), "as which model calls take it for the backend's trouble"
 
