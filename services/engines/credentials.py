@@ -17,6 +17,7 @@ SHORTEST = 8
 REFUSED = frozenset({401, 403})
 """What a server answers who wants another key, or one."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_SCHEME = re.compile(r"^[A-Za-z]+ (?=\S+$)")
 _OURS = re.compile(
     r"(?i)host|connection|content-.*|transfer-encoding|te|upgrade|expect|accept-.*|x-request-id"
 )
@@ -68,10 +69,9 @@ def _header(path: Path) -> dict[str, str]:
     if len(found) != 1:
         raise ValueError("holds no line, or several")
     ((name, value),) = found
-    token = value.rpartition(" ")[2]
+    token = _SCHEME.sub("", value)
     if len(token) < SHORTEST or _OURS.fullmatch(name):
         raise ValueError(f"holds less than {SHORTEST} characters, or a header that calls have already")
-    logs.hide(value)
     logs.hide(token)
     return {name: value}
 

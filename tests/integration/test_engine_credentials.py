@@ -130,7 +130,7 @@ def test_every_call_brings_the_key_which_turns_up_nowhere(service):
     tell(engine, "/fault", kind="error", status=400, calls=1)
     refused = one(State.FAILED, max_attempts=1)
     assert refused.error.blame is Blame.MODEL
-    assert "'Authorization': '***'" in refused.error.message, "the engine repeats the header"
+    assert "'Authorization': 'Bearer ***'" in refused.error.message, "the engine repeats the header"
     tell(engine, "/fault", kind="error", status=401, calls=1)
     assert one(State.COMPLETED).metrics["failed_calls"] == 1
     tell(engine, "/fault", kind="error", status=500, calls=2)

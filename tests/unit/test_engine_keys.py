@@ -128,8 +128,21 @@ def test_a_new_token_holds_at_once_and_both_stay_out_of_texts(keys):
     write(keys / "gpu", new)
     assert headers("gpu")["Authorization"].endswith(new)
     assert logs.masked(f"{TOKEN} or {new}") == "*** or ***"
-    assert logs.masked(bytearray(f"Bearer {new}".encode())) == b"***"
+    assert logs.masked(bytearray(f"Bearer {new}".encode())) == b"Bearer ***"
     assert logs.Redactor().text(f"line of {TOKEN}") == "line of ***"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("Authorization: Token 5b2d8f0c7e31", "Authorization: Token ***"),
+        ("X-Pair: id 12; secret 34", "X-Pair: ***"),
+    ],
+)
+def test_of_a_header_what_is_secret_is_taken_out(keys, text, shown):
+    write(keys / "gpu", text)
+    headers("gpu")
+    assert logs.masked(text) == shown
 
 
 def test_an_escaped_token_is_taken_out_as_well(keys):
