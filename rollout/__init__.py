@@ -32,8 +32,6 @@ __all__ = [
     "Trajectory",
     "Webhook",
     "WebhookError",
-    "WeightSync",
-    "WeightsNotSent",
     "__version__",
     "verify_webhook",
 ]
@@ -50,8 +48,4 @@ def __getattr__(name: str):
         from rollout import webhooks
 
         return getattr(webhooks, name)
-    if name in ("WeightSync", "WeightsNotSent"):
-        from rollout import weight_sync
-
-        return getattr(weight_sync, name)
     raise AttributeError(f"module 'rollout' has no attribute {name!r}")

@@ -18,14 +18,7 @@ from itertools import accumulate
 from typing import Any
 
 from rollout.errors import RolloutError
-from rollout.schema.policy import (
-    BackendUpdateState,
-    Canary,
-    PolicyUpdate,
-    TransferBackend,
-    UpdateState,
-    WeightTransfer,
-)
+from rollout.schema.policy import BackendUpdateState, Canary, PolicyUpdate, UpdateState, WeightTransfer
 from rollout.sync import Client
 
 PATIENCE_S = 60.0
@@ -45,28 +38,22 @@ class WeightSync:
     """Has the service tell the backends what a vLLM trainer engine would tell one server."""
 
     def __init__(
-        self,
-        client: Client,
-        version: str,
-        *,
-        backend: TransferBackend = "nccl",
-        gpus: dict[str, int] | None = None,
-        timeout_s: float = 600.0,
-        **options: Any,
+        self, client: Client, version: str, *, gpus: dict[str, int] | None = None, **options: Any
     ) -> None:
         """
         Args:
             version: Label of the weights that the backends have when they are connected.
-            gpus: `nccl`: workers of each backend (tensor × pipeline × data parallel), as its
+            gpus: For NCCL: workers of each backend (tensor × pipeline × data parallel), as its
                 `/get_world_size` says. They follow the trainer, which is rank 0, in this order.
-            timeout_s: Seconds that one backend may take; a trainer that is gone holds it for so long.
-            options: Further ones of `Client.update_policy`.
+                None = CUDA IPC.
+            options: Further ones of `Client.update_policy`; a trainer that is gone holds a backend for
+                `timeout_s`.
         """
-        self._client, self._timeout_s, self._options = client, timeout_s, options
-        self._kind: dict[str, Any] = {"backend": backend}
+        self._client, self._options = client, {"timeout_s": 600.0, **options}
+        self._kind: dict[str, Any] = {"backend": "ipc"}
         if gpus is not None:
-            firsts = accumulate(gpus.values(), initial=1)
-            self._kind["ranks"] = dict(zip(gpus, firsts, strict=False))
+            ranks = dict(zip(gpus, accumulate(gpus.values(), initial=1), strict=False))
+            self._kind = {"backend": "nccl", "ranks": ranks}
         self.world_size = 1 + sum((gpus or {}).values())
         self.version = version
         """Of the next sending."""
@@ -91,9 +78,8 @@ class WeightSync:
         if (handles := info.pop("ipc_handles", None)) is not None:
             # As vLLM's own HTTP client does. Engines read it with VLLM_ALLOW_INSECURE_SERIALIZATION=1 only.
             info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode()
-        update = self._tell(
-            self.canary, update_info={name: value for name, value in info.items() if value is not None}
-        )
+        given = {name: value for name, value in info.items() if value is not None}
+        update = self._tell(self.canary, update_info=given)
         if update.state is not UpdateState.DONE:
             raise WeightsNotSent(update)
 
@@ -101,12 +87,7 @@ class WeightSync:
         """Nothing: the service has done it, before the engines sampled again."""
 
     def _tell(self, canary: Canary | None, **infos: Any) -> PolicyUpdate:
-        self.update = self._client.update_policy(
-            self.version,
-            transfer=WeightTransfer(**self._kind, **infos),
-            canary=canary,
-            timeout_s=self._timeout_s,
-            wait=self._timeout_s + PATIENCE_S,
-            **self._options,
-        )
+        transfer, wait = WeightTransfer(**self._kind, **infos), self._options["timeout_s"] + PATIENCE_S
+        options = {"transfer": transfer, "canary": canary, "wait": wait, **self._options}
+        self.update = self._client.update_policy(self.version, **options)
         return self.update

@@ -30,10 +30,7 @@ from services.state.policy.store import LeaseLost
 
 log = structlog.get_logger("updates")
 
-BROKEN_OFF = (
-    "the worker that had the engine receive the trainer's weights is gone, and nobody knows how many have "
-    "come; send them again as a new update"
-)
+BROKEN_OFF = "begun by a worker that is gone, and nobody knows how much has come; send it as a new update"
 Report = Callable[[BackendUpdate], None]
 """Told of each step. It raises `LeaseLost` when the work is another worker's by now."""
 
@@ -123,7 +120,7 @@ class Exchange:
             engine.load_adapter(request.lora.name or self._backend.model, request.path)
         elif request.path is not None:
             engine.load(request.path, request.version)
-        elif request.transfer is not None and not request.only_connects:
+        elif request.transfer and not request.only_connects:
             engine.receive(request.transfer)
         engine.label(label)
         if request.reset_prefix_cache:

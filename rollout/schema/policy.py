@@ -52,7 +52,7 @@ MOST_TRANSFER_BYTES = 8 << 20
 class WeightTransfer(Strict):
     """Weights that the trainer's process sends to the engines itself, by their own transfer routes.
 
-    `init_info` and `update_info` are between trainer and engine; `rollout.WeightSync` makes them for vLLM.
+    `init_info` and `update_info` are between trainer and engine; `rollout.weight_sync` makes them for vLLM.
     """
 
     id: Identifier = Field(default_factory=new_id)
@@ -69,23 +69,19 @@ class WeightTransfer(Strict):
 
     @model_validator(mode="after")
     def _complete(self) -> WeightTransfer:
-        init, update = self.init_info or {}, self.update_info or {}
+        init, update, ranks = self.init_info or {}, self.update_info or {}, [*(self.ranks or {}).values()]
         if self.init_info is None and self.update_info is None:
             raise ValueError("nothing to do: give `init_info`, `update_info` or both")
         if (self.backend == "nccl") != (self.ranks is not None):
             raise ValueError(
                 "`ranks` are needed with nccl, each backend's first in the group, and with it only"
             )
-        ranks, size = list((self.ranks or {}).values()), init.get("world_size")
-        if len(set(ranks)) < len(ranks):
-            raise ValueError(
-                "two backends have the same rank; each begins after the workers of the one before"
-            )
-        if isinstance(size, int) and ranks and max(ranks) >= size:
-            raise ValueError(f"rank {max(ranks)} is not in a group of world_size {size}")
+        size = init.get("world_size")
+        if len({*ranks}) < len(ranks) or (isinstance(size, int) and max(ranks, default=0) >= size):
+            raise ValueError("`ranks` are each another one, and below `world_size`")
         if self.backend == "ipc" and (init.get("packed") or "tensor_sizes" in update):
             raise ValueError("packed IPC comes in many parts, and an update is one: send with packed=False")
-        if len(json.dumps([init, update])) > MOST_TRANSFER_BYTES:
+        if len(json.dumps([init, update], allow_nan=False)) > MOST_TRANSFER_BYTES:
             raise ValueError(f"init_info and update_info are more than {MOST_TRANSFER_BYTES} bytes of JSON")
         return self
 
@@ -136,13 +132,11 @@ class PolicyRequest(Strict):
     @model_validator(mode="after")
     def _sent_to_all_at_once(self) -> PolicyRequest:
         transfer = self.transfer
-        if transfer is None:
-            return self
-        if self.path is not None or self.concurrency:
+        if transfer is not None and (self.path is not None or self.concurrency):
             raise ValueError(
                 "`transfer` goes without `path` and `lora`, and to all backends at once (concurrency 0)"
             )
-        if transfer.ranks is not None:
+        if transfer is not None and transfer.ranks is not None:
             if self.backends is not None and set(self.backends) != set(transfer.ranks):
                 raise ValueError("`backends` are not those of `transfer.ranks`; leave them out")
             self.backends = sorted(transfer.ranks)

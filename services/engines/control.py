@@ -32,11 +32,10 @@ class ControlError(Exception):
     `harmless`: the engine vouches that its weights are as they were.
     """
 
-    def __init__(self, message: str, status: int | None = None) -> None:
+    def __init__(self, message: str, status: int | None = None, *, harmless: bool = False) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.harmless = status, harmless
         """HTTP status, or None if there was no answer."""
-        self.harmless = False
 
 
 def control_of(backend: Backend, timeout_s: float) -> Control:
@@ -137,8 +136,7 @@ class VllmControl(Control):
     """
 
     missing = (
-        "; start vLLM with VLLM_SERVER_DEV_MODE=1 (adapters: VLLM_ALLOW_RUNTIME_LORA_UPDATING=1; transfers: "
-        "0.22 or later with --weight-transfer-config)"
+        "; start vLLM with VLLM_SERVER_DEV_MODE=1, and for adapters and transfers as docs/policy.md says"
     )
 
     def pause(self, mode: PauseMode, *, reset: bool) -> None:
@@ -151,11 +149,11 @@ class VllmControl(Control):
             self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
         except ControlError as error:
             # vLLM reports a missing directory as a bad name on a model hub.
-            failed = ControlError(f"{error}. Is {path} a checkpoint that this server sees?", error.status)
+            message = f"{error}. Is {path} a checkpoint that this server sees?"
             # The embedded backend checks everything before it changes anything; vLLM does not say, and dies
             # at its next step if it is resumed after a reload that failed.
-            failed.harmless = self.backend.engine == "embedded" and error.status == 400
-            raise failed from error
+            harmless = self.backend.engine == "embedded" and error.status == 400
+            raise ControlError(message, error.status, harmless=harmless) from error
 
     def _end_broken(self) -> None:
         """vLLM 0.32 would take what has come of a sending that broke off for a part of the next weights."""
@@ -174,8 +172,7 @@ class VllmControl(Control):
         self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path, "load_inplace": True})
 
     def connect(self, transfer: WeightTransfer) -> None:
-        info = transfer.init_info_of(self.backend.id)
-        self._post("/init_weight_transfer_engine", {"init_info": info})
+        self._post("/init_weight_transfer_engine", {"init_info": transfer.init_info_of(self.backend.id)})
 
     def receive(self, transfer: WeightTransfer) -> None:
         self._end_broken()
@@ -227,22 +224,18 @@ class SGLangControl(Control):
         self._post("/flush_cache")
 
     def load_adapter(self, name: str, path: str) -> None:
-        error = ControlError(
-            f"backend {self.backend.id}: SGLang cannot exchange adapter {name!r} in place; send whole weights"
-        )
-        error.harmless = True
-        raise error
+        where = f"backend {self.backend.id}"
+        message = f"{where}: SGLang cannot exchange adapter {name!r} in place; send whole weights"
+        raise ControlError(message, harmless=True)
 
     def connect(self, transfer: WeightTransfer) -> None:
         self._post("/init_weights_update_group", transfer.init_info_of(self.backend.id))
 
     def receive(self, transfer: WeightTransfer) -> None:
         if transfer.backend != "nccl":
-            error = ControlError(f"backend {self.backend.id}: SGLang takes weights by nccl only")
-            error.harmless = True
-            raise error
-        kept = {"flush_cache": False, "abort_all_requests": False}
-        self._post("/update_weights_from_distributed", {**(transfer.update_info or {}), **kept})
+            raise ControlError(f"backend {self.backend.id}: SGLang takes weights by nccl only", harmless=True)
+        body = {**(transfer.update_info or {}), "flush_cache": False, "abort_all_requests": False}
+        self._post("/update_weights_from_distributed", body)
 
     def label(self, version: str) -> None:
         # Its default is to abort every call.

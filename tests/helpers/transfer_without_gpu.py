@@ -72,7 +72,8 @@ class Checkpoint(WeightSource):
 
 def main() -> None:
     """Connect, send once, and tell what became of both."""
-    from rollout import Client, WeightSync
+    from rollout import Client
+    from rollout.weight_sync import WeightSync
 
     plan = json.loads(sys.argv[1])
     with Client(plan["url"]) as client:

@@ -10,8 +10,8 @@ import threading
 import pytest
 from pydantic import ValidationError
 
-from rollout import WeightsNotSent, WeightSync
 from rollout.policy import MOST_TRANSFER_BYTES, BackendUpdate, PolicyRequest, PolicyUpdate, WeightTransfer
+from rollout.weight_sync import WeightsNotSent, WeightSync
 from services.state.policy.store import identity_of
 from tests.helpers.described import describing
 from tests.unit.test_policy import SCORES, VLLM, Store, backend
@@ -115,7 +115,7 @@ def test_until_weights_arrive_a_failure_leaves_the_old_ones_in_service(step):
     )
     calls, words, done = exchange(request(), {f"POST {step}": answer})
     assert done.state == "failed" and step in done.error
-    assert ("weight-transfer-config" in done.error) == (step == START)
+    assert ("transfers as docs/policy.md says" in done.error) == (step == START)
     assert [path for path, _ in calls] == [*STEPS[: STEPS.index(step) + 1], "/resume"]
     assert words == ["pause", "resume"]
 
@@ -196,10 +196,11 @@ def test_sglang_joins_by_its_own_routes_and_takes_no_handles_of_memory():
         ({"transfer": {"backend": "ipc", "ranks": {"s": 1}, "update_info": {}}}, "`ranks` are needed"),
         ({"transfer": {"backend": "gloo", "update_info": {}}}, "'nccl' or 'ipc'"),
         ({"transfer": {**SENT, "ranks": {"s": 0}}}, "greater than or equal to 1"),
-        ({"transfer": {**SENT, "ranks": {"s": 1, "t": 1}}}, "the same rank"),
-        ({"transfer": {**SENT, "ranks": {"s": 7}}}, "not in a group of world_size 7"),
+        ({"transfer": {**SENT, "ranks": {"s": 1, "t": 1}}}, "each another one"),
+        ({"transfer": {**SENT, "ranks": {"s": 7}}}, "below `world_size`"),
         ({"transfer": {"backend": "ipc", "init_info": {"packed": True}}}, "packed=False"),
         ({"transfer": {"backend": "ipc", "update_info": {"tensor_sizes": [1]}}}, "packed=False"),
+        ({"transfer": {**SENT, "update_info": {"scale": float("nan")}}}, "not JSON compliant"),
         ({"transfer": {**SENT, "update_info": {"names": ["n" * MOST_TRANSFER_BYTES]}}}, "bytes of JSON"),
     ],
 )
@@ -226,7 +227,7 @@ class Told:
     def update_policy(self, version, path=None, **fields) -> PolicyUpdate:
         patience = fields.pop("wait")
         self.updates.append(PolicyRequest(version=version, path=path, **fields))
-        assert patience > fields["timeout_s"]
+        assert patience > fields["timeout_s"] == 600
         return PolicyUpdate(
             id="u",
             **self.updates[-1].model_dump(include={"version", "path", "mode"}),
@@ -284,7 +285,7 @@ def test_a_trainer_is_connected_when_all_have_joined_whatever_weights_they_have(
 def test_handles_of_memory_go_as_vllm_s_own_client_sends_them():
     client = Told("done")
     handles = [{"GPU-0": ("rebuild", 1, (2, 3))}]
-    WeightSync(client, "v", backend="ipc").update_weights({**UPDATE, "ipc_handles": handles})
+    WeightSync(client, "v").update_weights({**UPDATE, "ipc_handles": handles})
     sent = client.updates[0].transfer
     assert sent.ranks is None
     assert pickle.loads(base64.b64decode(sent.update_info.pop("ipc_handles_pickled"))) == handles
