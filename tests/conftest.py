@@ -162,6 +162,7 @@ SECONDS = {
     "tests/integration/test_training.py": 82,
     "tests/integration/test_two_releases.py": 45,
     "tests/integration/test_webhooks.py": 39,
+    "tests/integration/test_weight_transfer.py": 55,
     "tests/local/test_guides.py": 212,
     "tests/local/test_stack.py": 230,
     "tests/local/test_upgrade.py": 200,

@@ -76,7 +76,7 @@ class Exchange:
                 self._enter(BackendUpdateState.LOADING, report)
                 loading = True
                 with self._timed("reload"):
-                    self._load()
+                    self._load(report)
                 if request.canary is not None:
                     self._enter(BackendUpdateState.CHECKING, report)
                 engine.resume()
@@ -111,7 +111,7 @@ class Exchange:
         finally:
             self.progress.seconds[step] = round(time.monotonic() - began, 4)
 
-    def _load(self) -> None:
+    def _load(self, report: Report) -> None:
         """New weights and their label, before anything is sampled from them."""
         request, engine = self._request, self._engine
         # Asked before anything changes: an engine that was started anew has lost what others brought to it.
@@ -122,6 +122,8 @@ class Exchange:
             engine.load(request.path, request.version)
         elif request.transfer and not request.only_connects:
             engine.receive(request.transfer)
+            # Another worker may have given it up meanwhile; then it is neither labelled nor resumed.
+            self._enter(BackendUpdateState.LOADING, report)
         engine.label(label)
         if request.reset_prefix_cache:
             engine.reset_cache()

@@ -84,13 +84,13 @@ class Server(Placements):
         taken = self._placed.backend is not None and self._placed.backend.id in exclude
         return Placed("none", None, "it failed") if taken else self._placed
 
-    async def release(self, rollout_id: str, **_: Any) -> bool:
+    async def release(self, rollout_id: str, slot: str = "") -> bool:
         return True
 
     async def suspect(self, backend_id: str) -> None:
         log.warning("the LLM server failed a call", backend=backend_id)
 
-    async def trusted(self, backend_id: str, version: str | None) -> bool:
+    async def trusted(self, backend_id: str, version: str | None, policy: str) -> bool:
         return True
 
     async def kept(self, backend: Backend) -> bool | None:

@@ -224,9 +224,8 @@ class SGLangControl(Control):
         self._post("/flush_cache")
 
     def load_adapter(self, name: str, path: str) -> None:
-        where = f"backend {self.backend.id}"
-        message = f"{where}: SGLang cannot exchange adapter {name!r} in place; send whole weights"
-        raise ControlError(message, harmless=True)
+        why = f"SGLang cannot exchange adapter {name!r} in place; send whole weights"
+        raise ControlError(f"backend {self.backend.id}: {why}", harmless=True)
 
     def connect(self, transfer: WeightTransfer) -> None:
         self._post("/init_weights_update_group", transfer.init_info_of(self.backend.id))

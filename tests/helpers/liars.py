@@ -52,7 +52,7 @@ class Fleet(Server):
     async def suspect(self, backend_id: str) -> None:
         self.suspected.append(backend_id)
 
-    async def trusted(self, backend_id: str, version: str | None) -> bool:
+    async def trusted(self, backend_id: str, version: str | None, policy: str) -> bool:
         return False
 
 

@@ -59,7 +59,7 @@ class Fares(Fleet):
     async def kept(self, backend):
         return self.kept_
 
-    async def trusted(self, backend_id, version):
+    async def trusted(self, backend_id, version, policy):
         return version in self.known
 
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from rollout.policy import MOST_TRANSFER_BYTES, BackendUpdate, PolicyRequest, PolicyUpdate, WeightTransfer
 from rollout.weight_sync import WeightsNotSent, WeightSync
-from services.state.policy.store import identity_of
+from services.state.policy.store import LeaseLost, identity_of
 from tests.helpers.described import describing
 from tests.unit.test_policy import SCORES, VLLM, Store, backend
 from workers.exchange import BROKEN_OFF, Exchange
@@ -167,6 +167,23 @@ def test_what_a_dead_worker_has_begun_is_not_repeated_and_not_trusted():
     assert done.state == "failed" and BROKEN_OFF in done.error
     assert [path for path, _ in calls] == ["/pause"], "nothing but that its calls end"
     assert words == ["pause", "fail", "resume"]
+
+
+def test_a_worker_that_lost_its_lease_while_weights_came_neither_labels_nor_resumes():
+    store, calls, steps = Store(), [], []
+
+    def report(progress):
+        steps.append(progress.state.value)
+        if steps[-2:] == ["loading", "loading"]:
+            raise LeaseLost("another worker goes on")
+
+    with (
+        describing({f"POST {step}": 200 for step in STEPS}, calls) as url,
+        pytest.raises(LeaseLost),
+    ):
+        Exchange(store, backend(url, **VLLM), request()).run(report)
+    assert [path for path, _ in calls] == STEPS[:5]
+    assert store.orders == [("pause", "s")]
 
 
 def test_sglang_joins_by_its_own_routes_and_takes_no_handles_of_memory():
