@@ -14,8 +14,8 @@ from rollout.schema import Backend
 
 MAX_VERSION = 128
 """Characters of a policy version, as in `POST /v1/policy`."""
-MAX_LABEL = 64 * (64 + 3 * MAX_VERSION)
-"""Characters of the label of an engine with 64 policies, none of whose versions is plain."""
+MAX_LABEL = 64 * (65 + 12 * MAX_VERSION)
+"""Characters of the label of an engine with 64 policies, whose versions are written with 12 for each."""
 
 
 def is_shared(backend: Backend) -> bool:

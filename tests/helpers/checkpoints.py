@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -81,3 +82,29 @@ def canary(checkpoint: Path) -> dict[str, list]:
         "token_ids": CANARY_IDS,
         "logprobs": llm_reference.logprobs(checkpoint, CANARY_IDS[:1], CANARY_IDS[1:]),
     }
+
+
+def adapter(target: Path, seed: int, rank: int = 8, scale: float = 0.1) -> tuple[Path, Path]:
+    """A random LoRA adapter of the demo model, as PEFT writes one, and the checkpoint that it amounts to."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = tensors_of.load_file(DEMO_MODEL / "model.safetensors")
+    added = {}
+    for name in [
+        name for name in tensors if name.endswith(("q_proj.weight", "v_proj.weight", "up_proj.weight"))
+    ]:
+        rows, columns = tensors[name].shape
+        a = scale * torch.randn((rank, columns), generator=generator)
+        b = scale * torch.randn((rows, rank), generator=generator)
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        added |= {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
+        tensors[name] = tensors[name] + (b @ a).to(tensors[name].dtype)
+    whole, alone = target / "whole", target / "adapter"
+    shutil.copytree(DEMO_MODEL, whole)
+    tensors_of.save_file(tensors, whole / "model.safetensors", metadata={"format": "pt"})
+    alone.mkdir()
+    tensors_of.save_file(added, alone / "adapter_model.safetensors")
+    modules = ["q_proj", "v_proj", "up_proj"]
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank}
+    settings |= {"target_modules": modules, "bias": "none", "base_model_name_or_path": str(DEMO_MODEL)}
+    (alone / "adapter_config.json").write_text(json.dumps(settings))
+    return alone, whole

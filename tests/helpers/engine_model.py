@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -58,6 +59,9 @@ class Sequence:
     cached_tokens: int | None = None
     """Prompt ids found in the prefix cache at the first admission; None = never admitted."""
     spans: list[tuple[str, int, int]] = field(default_factory=list)
+    shift: Callable[[], float] | None = None
+    """What is taken off a log-prob by the weights that it is sampled from; None = nothing, by any."""
+    shifts: list[float] = field(default_factory=list)
     finish_reason: str | None = None
     """None until it has ended; `abort` when it was ended before its time."""
 
@@ -71,7 +75,8 @@ class Sequence:
 
     @property
     def logprobs(self) -> list[float]:
-        return self.answer.logprobs[: self.sampled]
+        told = self.answer.logprobs[: self.sampled]
+        return [value - by for value, by in zip(told, self.shifts, strict=True)] if self.shift else told
 
 
 class EngineModel:
@@ -139,6 +144,7 @@ class EngineModel:
         stop_token_ids: Ids[int] = (),
         cache_salt: str | None = None,
         streaming: bool = False,
+        shift: Callable[[], float] | None = None,
     ) -> Sequence:
         """Queue a call; `wait` for it.
 
@@ -157,7 +163,7 @@ class EngineModel:
         prompt = list(prompt)
         loop = asyncio.get_running_loop()
         hashes = block_hashes(prompt + answer.token_ids, cache_salt)
-        sequence = Sequence(prompt, answer, hashes, loop.create_future(), streaming)
+        sequence = Sequence(prompt, answer, hashes, loop.create_future(), streaming, shift=shift)
         self._waiting.append(sequence)
         if self._task is None or self._task.done():
             self._task = loop.create_task(self._run())
@@ -339,6 +345,8 @@ class EngineModel:
         if sampled:
             start, sequence.sampled = sequence.sampled, sequence.sampled + sampled
             self.generated_tokens += sampled
+            if sequence.shift:
+                sequence.shifts += [sequence.shift()] * sampled
             if sequence.spans and sequence.spans[-1][0] == self.version:
                 start = sequence.spans.pop()[1]
             sequence.spans.append((self.version, start, sequence.sampled))

@@ -11,6 +11,10 @@ object with the same requests and answers.
     engine = FakeEngine(EngineModel())
     status, answer = await engine.request("POST", "/inference/v1/generate", body)
 
+With `--adapters`, it serves LoRA adapters beside its own model, each loaded by `/v1/load_lora_adapter` from a
+directory that exists. Weights sample alike, with log-probs of their own: of those from a directory `a@3` each
+is 0.3 less than from the engine's first ones.
+
 Beside vLLM's routes there are `POST /fault {"kind": KIND, ...}` (`engine_faults.KINDS`) and `GET /calls`:
 what became of every call.
 """
@@ -21,11 +25,13 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -78,14 +84,19 @@ class FakeEngine:
         max_model_len: int = 32768,
         completions_only: bool = False,
         keep: bool = False,
+        adapters: bool = False,
     ) -> None:
-        """`completions_only`: as vLLM without --enable-scale-out, 403 on the generate route."""
+        """`completions_only`: as vLLM without --enable-scale-out, 403 on the generate route. `adapters`: as
+        with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."""
         self.model = model
         self.served_name = served_name
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
         self.completions_only = completions_only
         self.keep = keep
+        self.weights: dict[str, str] = {served_name: ""}
+        """Model → the directory that it was loaded from."""
+        self.adapters = adapters
         self.faults = Faults()
         self.calls: list[CallRecord] = []
         self.reloads: list[dict[str, Any]] = []
@@ -127,7 +138,7 @@ class FakeEngine:
                     await asyncio.Event().wait()
                 return 503 if self.faults.peek("unhealthy") else 200, None
             case "GET", "/v1/models":
-                return 200, {"object": "list", "data": [self._card()]}
+                return 200, {"object": "list", "data": [self._card(name) for name in self.weights]}
             case "GET", "/metrics":
                 return 200, metrics(model, self.served_name)
             case "GET", "/version":
@@ -155,7 +166,10 @@ class FakeEngine:
                 return 200, {"success": True, "new_version": model.version}
             case "POST", "/collective_rpc":
                 self.reloads.append(body)
+                self.weights[self.served_name] = body.get("kwargs", {}).get("weights_path", "")
                 return 200, {"results": [None]}
+            case "POST", "/v1/load_lora_adapter" if self.adapters:
+                return 200, self._load_adapter(**body)
             case "POST", "/reset_prefix_cache":
                 model.cache.reset()
                 return 200, None
@@ -169,21 +183,40 @@ class FakeEngine:
                 return 200, [dict(vars(record)) for record in self.calls]
         raise Refused(f"{method} {path} is not known to the fake engine", 404)
 
-    def _card(self) -> dict[str, Any]:
+    def _card(self, name: str) -> dict[str, Any]:
+        own = name == self.served_name
         return {
-            "id": self.served_name,
+            "id": name,
             "object": "model",
             "created": 0,
             "owned_by": "vllm",
-            "root": self.tokenizer,
-            "parent": None,
-            "max_model_len": self.max_model_len,
+            "root": self.tokenizer if own else self.weights[name],
+            "parent": None if own else self.served_name,
+            "max_model_len": self.max_model_len if own else None,
         }
+
+    def _load_adapter(self, lora_name: str = "", lora_path: str = "", load_inplace: bool = False) -> str:
+        if not (lora_name and lora_path):
+            raise Refused("Both 'lora_name' and 'lora_path' must be provided.")
+        if lora_name in self.weights and not load_inplace:
+            raise Refused(f"The lora adapter {lora_name!r} has already been loaded.")
+        if not Path(lora_path).is_dir():
+            raise Refused(f"No adapter found for {lora_path!r}", 404)
+        self.weights[lora_name] = lora_path
+        return f"Success: LoRA adapter '{lora_name}' added successfully."
+
+    def _weights_of(self, call: Call) -> Callable[[], float]:
+        """How much less likely the call's model finds each id than the engine's first weights."""
+        model = call.model or self.served_name
+        if self.adapters and model not in self.weights:
+            raise Refused(f"The model `{model}` does not exist.", 404)
+        return lambda: shift_of(self.weights.get(model, ""))
 
     async def _call(self, path: str, body: Any) -> Reply:
         if path == GENERATE and self.completions_only:
             raise Refused("start the server with --enable-scale-out", 403)
         call = parse(path, body, self.max_model_len)
+        shift = self._weights_of(call)
         record = CallRecord(call.call_id, path, len(call.prompt), call.cache_salt, state="failed")
         self.calls.append(record)
         if self.keep:
@@ -200,7 +233,7 @@ class FakeEngine:
         if hanging and not call.stream:
             with self._entered(record):
                 await asyncio.Event().wait()
-        sequence = self._submitted(call)
+        sequence = self._submitted(call, shift)
         if call.stream:
             faults = {"die": dying, "hang": hanging, "abort": aborting}
             faults |= {kind: self.faults.take(kind) for kind in ("truncated", "cut")}
@@ -268,7 +301,7 @@ class FakeEngine:
         body = self._lie(call, answer(call, sequence, None, self.served_name), fault)
         return body if isinstance(body, Raw) else Events(lines_of_lies(call, body))
 
-    def _submitted(self, call: Call) -> Sequence:
+    def _submitted(self, call: Call, shift: Callable[[], float]) -> Sequence:
         try:
             return self.model.submit(
                 call.prompt,
@@ -277,12 +310,15 @@ class FakeEngine:
                 stop_token_ids=call.stop_token_ids,
                 cache_salt=call.cache_salt,
                 streaming=call.stream,
+                shift=shift,
             )
         except PromptTooLong as error:
             raise Refused(str(error)) from None
 
     def _answer(self, call: Call, sequence: Sequence) -> Any:
         scores = self.model.language.prompt_logprobs(call.prompt) if call.prompt_logprobs else None
+        if scores:
+            scores = [score - sequence.shift() for score in scores]
         honest = answer(call, sequence, scores, self.served_name)
         fault = self.faults.take("lie")
         return self._lie(call, honest, fault) if fault else honest
@@ -291,6 +327,12 @@ class FakeEngine:
         name = fault.name if fault.name != "*" else [*LIES][self.lies_told % len(LIES)]
         self.lies_told += 1
         return tell(name, honest, call)
+
+
+def shift_of(path: str) -> float:
+    """What weights take off a log-prob, by the name of their directory."""
+    number = re.search(r"@(\d+)$", path)
+    return int(number[1]) / 10 if number else 0.0
 
 
 def create_app(engine: FakeEngine, tokens: TokenFile | None = None) -> web.Application:
@@ -377,6 +419,7 @@ def main() -> None:
     parser.add_argument("--weight-version", default="default")
     parser.add_argument("--completions-only", action="store_true", help="as vLLM without --enable-scale-out")
     parser.add_argument("--keep", action="store_true", help="tell the ids of every call at /calls")
+    parser.add_argument("--adapters", action="store_true", help="as vLLM with --enable-lora")
     parser.add_argument("--capacity-tokens", type=int, default=200_000)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--step-ms", type=float, default=0.5, help="one decode step")
@@ -420,6 +463,7 @@ async def _serve(options: argparse.Namespace, language: FakeLanguage, timing: Ti
         max_model_len=options.max_model_len,
         completions_only=options.completions_only,
         keep=options.keep,
+        adapters=options.adapters,
     )
     # Without it a client that closes its connection would leave its call in the engine.
     runner = web.AppRunner(create_app(engine, tokens), handler_cancellation=True, access_log=None)

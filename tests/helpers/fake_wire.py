@@ -30,6 +30,7 @@ class Call:
     """What both generation routes come down to."""
 
     path: str
+    model: str | None
     call_id: str | None
     """As the caller named it."""
     wire_id: str
@@ -74,6 +75,7 @@ def parse(path: str, body: Any, max_model_len: int) -> Call:
     prefix = "generate-tokens" if path == GENERATE else "cmpl"
     return Call(
         path=path,
+        model=body.get("model"),
         call_id=call_id,
         wire_id=f"{prefix}-{call_id or next(_serial)}",
         prompt=prompt,

@@ -427,7 +427,9 @@ def test_a_backend_that_does_not_catch_up_is_tried_ever_more_rarely(store, fleet
         for _ in range(3):
             updates.catch_up(sglang("a"))  # two at a time would freeze its calls twice
         go_on.set()
-        wait_until(lambda: updates._retries["a", "default"][0] < float("inf"), PATIENCE_S, "the attempt to end")
+        wait_until(
+            lambda: updates._retries["a", "default"][0] < float("inf"), PATIENCE_S, "the attempt to end"
+        )
         go_on.clear()
         assert updates._retries["a", "default"][1] == pause
         if pause:
@@ -444,3 +446,69 @@ def test_a_backend_is_free_again_once_it_has_the_current_weights(store, fleet, r
     with Engines(fleet, refuse="b"):
         assert [updates.bring_current(sglang(name)) for name in "ab"] == [True, False]
     assert redis.keys("policy:lock:*") == []
+
+
+# -- several policies ------------------------------------------------------------------------
+
+
+def test_updates_of_several_policies_are_each_claimed_by_whoever_comes(store, redis):
+    request = PolicyRequest(version="v1", path="/a")
+    made = {name: store.create(request, [BACKEND], name)[0] for name in ("default", "judge", "user")}
+    assert sorted(redis.lrange("policy:bell", 0, -1)) == sorted(made), "one ring for each"
+    works = [store.claim("worker", 30) for _ in range(4)]
+    assert sorted(work.record.update.policy for work in works[:3]) == sorted(made) and works[3] is None
+    with pytest.raises(UpdateConflict, match=f"/v1/policies/judge/updates/{made['judge'].id}"):
+        store.create(PolicyRequest(version="v2", path="/b"), [BACKEND], "judge")
+    judges = next(work for work in works if work.record.update.policy == "judge")
+    judges.record.update.state = UpdateState.DONE
+    store.finish(judges, current_of("v1"))
+    assert [store.under_way(name) for name in made] == [True, False, True]
+    assert store.current("judge").policy.version == "v1" and store.current() is None
+    assert (store.totals("judge")["n_done"], store.totals()) == (1.0, {})
+    assert store.get(made["judge"].id, "judge").state == "done" and store.get(made["judge"].id) is None
+    assert store.status("judge").history[0].id == made["judge"].id
+    assert store.claim("worker", 30) is None
+
+
+def test_a_version_is_as_old_as_its_own_policy_says(store):
+    for version in ("one", "two"):
+        store.create(PolicyRequest(version=version, path="/a"), [BACKEND], "judge")
+        end(store, current=current_of(version))
+    store.create(PolicyRequest(version="one", path="/a"), [BACKEND])
+    end(store, current=current_of("one"))
+    assert [store.age("one", "judge"), store.age("two", "judge"), store.age("one")] == [1, 0, 0]
+    assert store.age("two") == 1, "a version of another policy is one never seen"
+
+
+def test_the_names_are_those_that_are_served_or_have_weights(store, fleet, redis):
+    assert store.names() == {"default"}
+    store.create(PolicyRequest(version="v"), [BACKEND], "judge")
+    fleet.put(BACKEND.model_copy(update={"policies": {"left": "l", "right": "r"}}))
+    assert store.names() == {"default", "judge", "left", "right"}
+    with pytest.raises(UpdateConflict):
+        store.forget("judge", gone=True)
+    end(store)
+    assert store.forget("judge", gone=True) == []
+    assert store.names() == {"default", "left", "right"} and redis.keys("policy/judge:updates") == []
+
+
+def test_an_update_of_a_policy_that_a_backend_serves_no_more_passes_it_over(store, fleet):
+    fleet.put(BACKEND.model_copy(update={"policies": {"left": "l"}}))
+    store.create(PolicyRequest(version="v1", path="/a"), [fleet.get("b")], "right")
+    WeightUpdates(store, fleet, "worker").carry_out(store.claim("worker", 30))
+    (update,) = store.status("right").history
+    assert (update.state, update.backends["b"].state) == ("failed", "skipped")
+    assert fleet.get("b").versions == {}
+
+
+def test_an_engine_of_several_policies_that_another_update_has_for_too_long_is_left_alone(store, fleet):
+    fleet.put(BACKEND.model_copy(update={"policies": {"left": "l", "right": "r"}}))
+    lock = store.lock("b", 30)
+    assert lock.acquire(blocking=False)
+    store.create(PolicyRequest(version="v1", path="/a", lora={}, timeout_s=0.1), [fleet.get("b")], "left")
+    WeightUpdates(store, fleet, "worker", lease_s=0.5).carry_out(store.claim("worker", 0.5))
+    (update,) = store.status("left").history
+    assert (
+        update.state == "failed" and "another policy's update had the backend" in update.backends["b"].error
+    )
+    assert not fleet.get("b").paused and fleet.get("b").rejected == {}

@@ -199,3 +199,45 @@ def test_settings_that_come_a_byte_at_a_time_come_too_late(dripping, monkeypatch
     monkeypatch.setattr("services.engines.describe.INFO_TIMEOUT_S", 0.5)
     backend = described(PLAIN)
     assert (backend.capacity_tokens, backend.logprobs_mode, backend.tokenizer) == (None, None, "/models/m")
+
+
+ADAPTERS = [
+    {"id": "base", "root": "/models/base", "max_model_len": 512, "parent": None},
+    {"id": "l", "root": "/adapters/l", "max_model_len": None, "parent": "base"},
+]
+RUNTIME = {"POST /v1/load_lora_adapter": (400, {"error": {"message": "lora_name is missing"}})}
+
+
+def test_a_server_serves_the_policies_that_are_named_each_by_a_model_of_its_own():
+    routes = {"GET /v1/models": {"data": ADAPTERS}, "GET /weight_info": {"weight_version": "left=3&base=1"}}
+    backend = described(routes, policies={"left": "l", "frozen": None})
+    assert (backend.policies, backend.policy, backend.model) == ({"left": "l", "frozen": "base"}, "left", "l")
+    assert (backend.versions, backend.policy_version) == ({"left": "3"}, "3")
+    # What an adapter leaves out is its base's.
+    assert (backend.tokenizer, backend.max_model_len) == ("/models/base", 512)
+    alone = described(routes, policies={"left": "l"})
+    assert (alone.policies, alone.versions) == ({"left": "l"}, {"left": "left=3&base=1"})
+    assert described(routes).policies == {"default": "base"}
+
+
+@pytest.mark.parametrize(
+    ("policies", "field", "message"),
+    [
+        ({"left": "l", "right": "l"}, "policies", "'l' is named for several"),
+        ({"left": None, "right": "base"}, "policies", "'base' is named for several"),
+        ({"left": "l", "right": "r"}, "policies", "does not serve 'r'; it serves: base, l; vLLM with"),
+    ],
+)
+def test_policies_that_cannot_be_served_are_refused(policies, field, message):
+    with pytest.raises(DescribeError, match=message) as caught:
+        described({"GET /v1/models": {"data": ADAPTERS}}, policies=policies)
+    assert caught.value.field == field
+
+
+def test_an_adapter_that_updates_can_load_need_not_be_there_yet():
+    routes = {"GET /v1/models": {"data": ADAPTERS}, **RUNTIME}
+    backend = described(routes, policies={"right": "r", "left": "l"})
+    assert (backend.model, backend.tokenizer, backend.healthy) == ("r", "/models/base", False)
+    assert [*backend.rejected] == ["right"] and "first update of policy 'right'" in backend.rejected["right"]
+    with pytest.raises(DescribeError, match="does not serve 'absent'"):
+        described(routes, model="absent")
