@@ -31,7 +31,7 @@ def described_keys() -> dict[str, str]:
             continue
         key, text = getattr(keys, node.targets[0].id), ast.get_docstring(ast.Module([following], []))
         if isinstance(key, keys.Key):
-            key = key(*map(str.upper, key.names))
+            key = key(*("[/POLICY]" if name == "of" else name.upper() for name in key.names))
         if not text:
             raise ValueError(f"services/state/keys.py: {key} has no docstring that says what the key holds")
         texts[key] = " ".join(text.split())

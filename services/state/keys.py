@@ -254,8 +254,8 @@ workers = Key("workers:<stage>")
 POLICIES = "policies"
 """Set: names of policies that weights were brought to."""
 policy_updates = Key("policy<of>:updates")
-"""Hash: id → a weight update as asked for, and how far it has come (JSON). Here and below, `of` is empty for
-the policy `default` and `/NAME` for another."""
+"""Hash: id → a weight update as asked for, and how far it has come (JSON). Here and below, the keys
+of policies other than `default` have their names in them."""
 policy_order = Key("policy<of>:order")
 """List: ids of updates, the newest first."""
 policy_active = Key("policy<of>:active")
