@@ -56,9 +56,8 @@ class WorkerServices:
         self.redis: redis.Redis = connect(settings.redis_url)
         self.store = RolloutStore(self.redis, settings)
         self.tenants = TenantStore(self.redis)
-        self.backends = BackendStore(
-            self.redis, PlacementPolicy(settings.backend_load, settings.priority_step_s)
-        )
+        placing = PlacementPolicy(settings.backend_load, settings.priority_step_s)
+        self.backends = BackendStore(self.redis, placing)
         self.policy = PolicyStore(self.redis)
         lease_s = min(LEASE_S, settings.lease_s)
         self.weights = WeightUpdates(self.policy, self.backends, self.owner, lease_s=lease_s)

@@ -27,11 +27,13 @@ from services.state import keys
 from services.version import STAMP
 
 _KEY = re.compile(r"\bKEY\.(\w+)")
+_SPELLED = re.compile(r"\bKEY\.(\w+)\(([\w.]+(?:, [\w.]+)*)\)")
 _NEEDS = re.compile(r"-- needs: (.*)\n")
 _COMMENT = re.compile(r"^\s*--.*\n", re.MULTILINE)
 _BEGINS = re.compile(r"^(?=\w)(?!end\b)", re.MULTILINE)
 _DEFINED = re.compile(r"(?:local function |local |function operations\.)(\w+(?:, *\w+)*)")
 _WORD = re.compile(r"\w+")
+_LAZY = " -- lazy\n"
 _CLOCK = f"""-- stamp {STAMP}
 local clock = redis.call('TIME')
 local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
@@ -60,19 +62,30 @@ def source(name: str, operation: str, constants: str = "") -> str:
     body = _needed(_COMMENT.sub("", constants + "".join(files.values())), operation)
     # Keys that are always the same are put in their places.
     body = _KEY.sub(_constant, body)
+    body = _SPELLED.sub(lambda spoken: f"({_spelled(spoken[1], spoken[2].split(', '))})", body)
     makers = (f"{key} = {_maker(key)}" for key in sorted(set(_KEY.findall(body))))
     return f"{_CLOCK}local KEY = {{{', '.join(makers)}}}\n{body}{_ANSWER % operation}"
 
 
 def _needed(code: str, operation: str) -> str:
-    """What an operation needs of the definitions in Lua: a definition comes before what speaks of it."""
-    words, parts = {operation}, []
-    for part in reversed(_BEGINS.split(code)):
+    """What an operation needs of the definitions in Lua: a definition comes before what speaks of it.
+
+    What only a function with `-- lazy` behind its head needs goes into it, and is made when that is called.
+    """
+    parts = _BEGINS.split(code)
+    at_once = _reached(parts, operation, lazily=True)
+    later = "".join(parts[at] for at in sorted(_reached(parts, operation) - at_once))
+    return "".join(parts[at].replace(_LAZY, f"{_LAZY}{later}") for at in sorted(at_once))
+
+
+def _reached(parts: list[str], operation: str, lazily: bool = False) -> set[int]:
+    words, reached = {operation}, set()
+    for at, part in reversed([*enumerate(parts)]):
         defined = _DEFINED.match(part)
         if not defined or not words.isdisjoint(_WORD.findall(defined[1])):
-            parts.append(part)
-            words.update(_WORD.findall(part))
-    return "".join(reversed(parts))
+            reached.add(at)
+            words.update(() if lazily and _LAZY in part else _WORD.findall(part))
+    return reached
 
 
 def _gather(name: str, files: dict[str, str]) -> None:
@@ -90,11 +103,15 @@ def _constant(spoken: re.Match[str]) -> str:
 
 
 def _maker(name: str) -> str:
-    """A function of Lua that makes a key."""
-    key = getattr(keys, name)
-    parts = key(*(f"\0{place}\0" for place in key.names)).split("\0")
-    pieces = [part if at % 2 else _literal(part) for at, part in enumerate(parts) if part]
-    return f"function({', '.join(key.names)}) return {' .. '.join(pieces)} end"
+    """A function of Lua that makes a key, for where one is not spelled out in its place."""
+    names = getattr(keys, name).names
+    return f"function({', '.join(names)}) return {_spelled(name, names)} end"
+
+
+def _spelled(name: str, places: list[str]) -> str:
+    """A key in Lua, of what its places are filled with."""
+    parts = getattr(keys, name)(*(f"\0{place}\0" for place in places)).split("\0")
+    return " .. ".join(part if at % 2 else _literal(part) for at, part in enumerate(parts) if part)
 
 
 def _literal(value: Any) -> str:

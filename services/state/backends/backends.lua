@@ -97,7 +97,7 @@ function operations.want(ask)
     redis.call('DEL', KEY.backends_version(its))
   end
   tell_waiting()
-  if redis.call('EXISTS', KEY.backends_line(its)) == 1 then grant(its) end
+  if redis.call('EXISTS', KEY.backends_line(its)) == 1 then line_up().grant(its) end
 end
 
 though_full()

@@ -195,10 +195,3 @@ local function pin(ask, place, label, text)
       (ask.slot and ask.slot .. ': ' or '') .. text)
   end
 end
-
--- The same where a rollout starts.
-local function enter_backend(ask, place, why)
-  pin(ask, place, label_of(ask), 'placed on backend ' .. place.name .. (why and ', where its group is' or ''))
-  redis.call('HINCRBY', KEY.BACKEND_TOTALS, 'placed', 1)
-  if why then redis.call('HINCRBY', KEY.BACKEND_TOTALS, 'placed_group', 1) end
-end

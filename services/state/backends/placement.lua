@@ -30,7 +30,7 @@ function operations.acquire(ask)
   if not holds(ask) then return {word = 'lost', why = ''} end
   local id, its = id_of(ask), of(ask.policy)
   local state = redis.call('MGET', KEY.backends_version(its), KEY.backends_line(its))
-  local wish, pinned = starts(ask, state[1]), pin_of(id)
+  local wish, pinned = start_of(ask, state[1]), pin_of(id)
   if pinned then
     -- A pin outlives draining and a pause: the prefix cache is there.
     local fact = still(ask, pinned, wish)
@@ -44,12 +44,13 @@ function operations.acquire(ask)
       if (place.fact.policies or ''):find(' ') then count_granted(place.fact.policies, ask.weight) end
       return placed(ask, place.name, place.fact, why)
     end
-    if state[2] then leave_line(id) end
+    if state[2] then line_up().leave(id) end
     return refused('none')
   end
   -- Others wait, or it has to.
-  join_line(ask)
-  if place then grant(its) end
+  local line = line_up()
+  line.join(ask)
+  if place then line.grant(its) end
   pinned = place and pin_of(id)
   if pinned then return placed(ask, pinned, facts(pinned, its)) end
   if place then verdicts = {['before it in line'] = redis.call('ZCARD', KEY.backends_sizes(its)) - 1} end

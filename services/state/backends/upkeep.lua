@@ -4,7 +4,7 @@
 -- Releases the pins of rollouts that nobody runs, and takes them out of the line; how many pins. A slot's serves while
 -- the rollout is evaluated, too.
 local function reclaim_pins()
-  local reclaimed = 0
+  local reclaimed, line = 0, line_up()
   for _, pinned in ipairs(redis.call('HKEYS', KEY.BACKEND_PINS)) do
     local rollout, slot = pinned:match('^([^|]+)(|?)')
     local r = redis.call('HMGET', KEY.record(rollout), 'state', 'owner')
@@ -14,8 +14,7 @@ local function reclaim_pins()
     end
   end
   for _, id in ipairs(redis.call('HKEYS', KEY.BACKEND_ASKS)) do
-    local ask = asked(id)
-    if is_gone(ask) then leave_line(id) end
+    if line.is_gone(line.asked(id)) then line.leave(id) end
   end
   return reclaimed
 end
@@ -77,7 +76,7 @@ function operations.reconcile()
     redis.call('HSET', key, 'live', true_live)
     if wrong then corrections.corrected = corrections.corrected + 1 end
     local giant = redis.call('HGET', key, 'kept')
-    if giant and not asked(giant) then redis.call('HDEL', key, 'kept') end
+    if giant and not line_up().asked(giant) then redis.call('HDEL', key, 'kept') end
   end
   for its, of_tenants in pairs(tenants) do
     redis.call('DEL', KEY.backends_reserved(its))
@@ -94,7 +93,7 @@ function operations.reconcile()
     redis.call('HSET', KEY.BACKEND_GROUPS, group, its.backend .. ' ' .. its.members)
   end
   for its in pairs(tenants) do
-    if redis.call('EXISTS', KEY.backends_line(its)) == 1 then grant(its) end
+    if redis.call('EXISTS', KEY.backends_line(its)) == 1 then line_up().grant(its) end
   end
   return corrections
 end

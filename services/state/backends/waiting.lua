@@ -11,129 +11,11 @@
 -- empty backend takes anything. So it waits for its turn, its own size in others, and the end of the rollouts on one
 -- backend; with a single backend small ones wait for that end, too. At most one backend a policy is kept.
 
-local CORRECTED_S = 10
--- Of one script, for nobody else is served meanwhile. Where they end it, the next event or look goes on.
-local MOST_GRANTS, MOST_LOOKS, MOST_TENANTS, LOOKS_AT_ONCE = 64, 256, 64, 16
--- A rollout without a fence (of no worker) that has not asked for so long waits no more.
-local FORGOTTEN_MS = 10000
-
-local function room_line(its)
-  return {tenants = KEY.backends_tenants(its), start = function()
-    return tonumber(redis.call('HGET', KEY.backends_grants(its), 'mean') or '0')
-  end, waiting = function(tenant) return KEY.backends_waiting(its, tenant) end}
-end
-
-local function parsed(raw) return raw and cjson.decode(raw:match(' (.*)$')) end
-
-local function asked(id) return parsed(redis.call('HGET', KEY.BACKEND_ASKS, id)) end
-
--- The kept backend of a policy and whom it is kept for.
-local function kept(its) return (redis.call('GET', KEY.backends_line(its)) or '-'):match('^(%S+) (.+)$') end
-
-local function let_go(its, backend)
-  redis.call('HDEL', KEY.backend(backend), 'kept')
-  redis.call('SET', KEY.backends_line(its), '-')
-end
-
--- Takes one out of the line, if it is there; what it asked for, and the backend that was kept for it.
-local function leave_line(id)
-  local ask = asked(id)
-  if not ask then return end
-  local its, tenant = of(ask.policy), ask.tenant or 'default'
-  redis.call('HDEL', KEY.BACKEND_ASKS, id)
-  redis.call('ZREM', KEY.backends_sizes(its), id)
-  leave_queue(id, tenant, room_line(its))
-  local backend, giant = kept(its)
-  if giant == id then let_go(its, backend) else backend = nil end
-  if redis.call('EXISTS', KEY.backends_sizes(its)) == 0 then redis.call('DEL', KEY.backends_line(its)) end
-  local whose = (ask.policy or 'default') .. ' ' .. tenant
-  redis.call('HINCRBY', KEY.BACKEND_WAITS, whose, math.max(0, now - ask.since))
-  redis.call('HINCRBY', KEY.BACKEND_WAITS, whose .. ' n', 1)
-  return ask, backend
-end
-
--- Has one wait, or go on waiting with what it asks for now.
-local function join_line(ask)
-  local id, its, tenant = id_of(ask), of(ask.policy), ask.tenant or 'default'
-  local before = asked(id)
-  ask.since, ask.seen = before and before.since or now, now
-  ask.past = before and before.past or tonumber(redis.call('HGET', KEY.backends_grants(its), 'granted') or '0')
-  redis.call('HSET', KEY.BACKEND_ASKS, id, ask.weight .. ' ' .. cjson.encode(ask))
-  redis.call('ZADD', KEY.backends_sizes(its), ask.weight, id)
-  if before then return end
-  queue_up(id, tenant, exact(submission_times(1) - ask.lift), room_line(its))
-  if redis.call('SETNX', KEY.backends_line(its), '-') == 1 then
-    redis.call('HSET', KEY.backends_grants(its), 'at', now)
-  end
-end
-
--- -- whose turn it is -----------------------------------------------------------------------------
-
--- The tenants that wait, with what they have. `freed`: what has just been given back, for it counted until now.
-local function standing(its, line, freed)
-  local rows = redis.call('ZRANGE', line.tenants, 0, MOST_TENANTS - 1, 'WITHSCORES')
-  local tenants, sum, weights, moved = {}, 0, 0, {}
-  local at = tonumber(redis.call('HGET', KEY.backends_grants(its), 'at') or now)
-  local seconds = math.max(0, now - at) / 1000
-  for i = 1, #rows, 2 do
-    local name = rows[i]
-    local t = {name = name, weight = weight_of(name), passed = 0, at = 1, ids = {}, asks = {},
-      reserved = tonumber(redis.call('HGET', KEY.backends_reserved(its), name) or '0')}
-    local before = t.reserved + (freed and freed.tenant == name and freed.weight or 0)
-    t.served = tonumber(rows[i + 1]) + seconds * before / t.weight
-    sum, weights = sum + t.served * t.weight, weights + t.weight
-    tenants[#tenants + 1] = t
-  end
-  local mean = sum / weights
-  for _, t in ipairs(tenants) do
-    local first = redis.call('ZRANGE', line.waiting(t.name), 0, 0)[1]
-    local size = tonumber((redis.call('HGET', KEY.BACKEND_ASKS, first or '') or '0'):match('^%S+'))
-    t.ahead = (t.served - mean) * t.weight / CORRECTED_S
-    t.ahead = math.max(-size, math.min(size, t.ahead))
-    moved[#moved + 1] = exact(mean + t.ahead * CORRECTED_S / t.weight)
-    moved[#moved + 1] = t.name
-  end
-  if moved[1] then redis.call('ZADD', line.tenants, unpack(moved)) end
-  redis.call('HSET', KEY.backends_grants(its), 'at', now, 'mean', exact(mean))
-  return tenants
-end
-
--- The tenant that has least and anybody left to be looked at.
-local function next_tenant(tenants)
-  local best, least
-  for _, t in ipairs(tenants) do
-    local has = (t.reserved + t.ahead) / t.weight
-    if not t.over and (not best or has < least) then best, least = t, has end
-  end
-  return best
-end
-
--- Its next rollout by rank, and what that asks for.
-local function next_of(t, line)
-  if t.at > #t.ids then
-    t.ids = redis.call('ZRANGE', line.waiting(t.name), t.passed, t.passed + LOOKS_AT_ONCE - 1)
-    t.at, t.over = 1, not t.ids[1]
-    if t.over then return end
-    t.asks = redis.call('HMGET', KEY.BACKEND_ASKS, unpack(t.ids))
-  end
-  t.at = t.at + 1
-  return t.ids[t.at - 1], t.asks[t.at - 1]
-end
-
--- -- granting -------------------------------------------------------------------------------------
-
-local function is_gone(ask) return not holds(ask) or not ask.fence and now - ask.seen > FORGOTTEN_MS end
-
-local function starts(ask, wanted)
-  local wish = wish_of(ask, wanted, ask.admit)
-  wish.starts = true
-  return wish
-end
-
-local function try_at(backend, wish)
-  verdicts = {}
-  local load = redis.call('ZSCORE', KEY.backends_load(wish.of), backend)
-  return load and try(backend, tonumber(load), wish)
+-- Pins a rollout where it starts.
+local function enter_backend(ask, place, why)
+  pin(ask, place, label_of(ask), 'placed on backend ' .. place.name .. (why and ', where its group is' or ''))
+  redis.call('HINCRBY', KEY.BACKEND_TOTALS, 'placed', 1)
+  if why then redis.call('HINCRBY', KEY.BACKEND_TOTALS, 'placed_group', 1) end
 end
 
 -- Counts what was granted for all who wait for that backend: it passed them.
@@ -143,102 +25,234 @@ local function count_granted(policies, weight)
   end
 end
 
-local function give(id, ask, place, why, told)
-  leave_line(id)
-  enter_backend(ask, place, why)
-  count_granted(place.fact.policies, ask.weight)
-  told[#told + 1] = id
+local function start_of(ask, wanted)
+  local wish = wish_of(ask, wanted, ask.admit)
+  wish.starts = true
+  return wish
 end
 
--- Keeps the backend for one that is likely to have room soonest: one that can hold it beside others rather than one
--- that must be empty for it, and of those the one with the most room.
-local function keep_one(its, id, wish)
-  local rows = redis.call('ZRANGE', KEY.backends_load(its), 0, -1, 'WITHSCORES')
-  local best, best_holds, most
-  for i = 1, #rows, 2 do
-    local load, fact = tonumber(rows[i + 1]), facts(rows[i], its)
-    local room, holds_it = fact.capacity - load, wish.weight <= (wish.admit or 0) * fact.capacity
-    if not fact.kept and judge(rows[i], load, fact, wish) == 'full'
-        and (not best or holds_it and not best_holds or holds_it == best_holds and room > most) then
-      best, best_holds, most = rows[i], holds_it, room
+-- Made where somebody waits, or is to: a script makes anew what it defines at each call, and most need nothing of it.
+local function line_up() -- lazy
+  local CORRECTED_S = 10
+  -- Of one script, for nobody else is served meanwhile. Where they end it, the next event or look goes on.
+  local MOST_GRANTS, MOST_LOOKS, MOST_TENANTS, LOOKS_AT_ONCE = 64, 256, 64, 16
+  -- A rollout without a fence (of no worker) that has not asked for so long waits no more.
+  local FORGOTTEN_MS = 10000
+
+  local function room_line(its)
+    return {tenants = KEY.backends_tenants(its), start = function()
+      return tonumber(redis.call('HGET', KEY.backends_grants(its), 'mean') or '0')
+    end, waiting = function(tenant) return KEY.backends_waiting(its, tenant) end}
+  end
+
+  local function parsed(raw) return raw and cjson.decode(raw:match(' (.*)$')) end
+
+  local function asked(id) return parsed(redis.call('HGET', KEY.BACKEND_ASKS, id)) end
+
+  -- The kept backend of a policy and whom it is kept for.
+  local function kept(its) return (redis.call('GET', KEY.backends_line(its)) or '-'):match('^(%S+) (.+)$') end
+
+  local function let_go(its, backend)
+    redis.call('HDEL', KEY.backend(backend), 'kept')
+    redis.call('SET', KEY.backends_line(its), '-')
+  end
+
+  -- Takes one out of the line, if it is there; what it asked for, and the backend that was kept for it.
+  local function leave_line(id)
+    local ask = asked(id)
+    if not ask then return end
+    local its, tenant = of(ask.policy), ask.tenant or 'default'
+    redis.call('HDEL', KEY.BACKEND_ASKS, id)
+    redis.call('ZREM', KEY.backends_sizes(its), id)
+    leave_queue(id, tenant, room_line(its))
+    local backend, giant = kept(its)
+    if giant == id then let_go(its, backend) else backend = nil end
+    if redis.call('EXISTS', KEY.backends_sizes(its)) == 0 then redis.call('DEL', KEY.backends_line(its)) end
+    local whose = (ask.policy or 'default') .. ' ' .. tenant
+    redis.call('HINCRBY', KEY.BACKEND_WAITS, whose, math.max(0, now - ask.since))
+    redis.call('HINCRBY', KEY.BACKEND_WAITS, whose .. ' n', 1)
+    return ask, backend
+  end
+
+  -- Has one wait, or go on waiting with what it asks for now.
+  local function join_line(ask)
+    local id, its, tenant = id_of(ask), of(ask.policy), ask.tenant or 'default'
+    local before = asked(id)
+    ask.since, ask.seen = before and before.since or now, now
+    ask.past = before and before.past or tonumber(redis.call('HGET', KEY.backends_grants(its), 'granted') or '0')
+    redis.call('HSET', KEY.BACKEND_ASKS, id, ask.weight .. ' ' .. cjson.encode(ask))
+    redis.call('ZADD', KEY.backends_sizes(its), ask.weight, id)
+    if before then return end
+    queue_up(id, tenant, exact(submission_times(1) - ask.lift), room_line(its))
+    if redis.call('SETNX', KEY.backends_line(its), '-') == 1 then
+      redis.call('HSET', KEY.backends_grants(its), 'at', now)
     end
   end
-  if not best then return end
-  redis.call('HSET', KEY.backend(best), 'kept', id)
-  redis.call('SET', KEY.backends_line(its), best .. ' ' .. id)
-end
 
--- The one that a backend is kept for comes first there. Whoever has left, or a backend that cannot serve it any more,
--- ends that.
-local function serve_kept(its, only, wanted, told)
-  local backend, id = kept(its)
-  if not backend or only and only ~= backend then return end
-  local ask = asked(id)
-  if not ask then return let_go(its, backend) end
-  if is_gone(ask) then return leave_line(id) end
-  local place = try_at(backend, starts(ask, wanted))
-  if place then
-    give(id, ask, place, nil, told)
-  elseif not verdicts.full then
-    let_go(its, backend)
+  -- -- whose turn it is -----------------------------------------------------------------------------
+
+  -- The tenants that wait, with what they have. `freed`: what has just been given back, for it counted until now.
+  local function standing(its, line, freed)
+    local rows = redis.call('ZRANGE', line.tenants, 0, MOST_TENANTS - 1, 'WITHSCORES')
+    local tenants, sum, weights, moved = {}, 0, 0, {}
+    local at = tonumber(redis.call('HGET', KEY.backends_grants(its), 'at') or now)
+    local seconds = math.max(0, now - at) / 1000
+    for i = 1, #rows, 2 do
+      local name = rows[i]
+      local t = {name = name, weight = weight_of(name), passed = 0, at = 1, ids = {}, asks = {},
+        reserved = tonumber(redis.call('HGET', KEY.backends_reserved(its), name) or '0')}
+      local before = t.reserved + (freed and freed.tenant == name and freed.weight or 0)
+      t.served = tonumber(rows[i + 1]) + seconds * before / t.weight
+      sum, weights = sum + t.served * t.weight, weights + t.weight
+      tenants[#tenants + 1] = t
+    end
+    local mean = sum / weights
+    for _, t in ipairs(tenants) do
+      local first = redis.call('ZRANGE', line.waiting(t.name), 0, 0)[1]
+      local size = tonumber((redis.call('HGET', KEY.BACKEND_ASKS, first or '') or '0'):match('^%S+'))
+      t.ahead = (t.served - mean) * t.weight / CORRECTED_S
+      t.ahead = math.max(-size, math.min(size, t.ahead))
+      moved[#moved + 1] = exact(mean + t.ahead * CORRECTED_S / t.weight)
+      moved[#moved + 1] = t.name
+    end
+    if moved[1] then redis.call('ZADD', line.tenants, unpack(moved)) end
+    redis.call('HSET', KEY.backends_grants(its), 'at', now, 'mean', exact(mean))
+    return tenants
   end
-end
 
--- Whether not even the smallest of the line fits on the one backend.
-local function fits_nobody(its, only)
-  local id = redis.call('ZRANGE', KEY.backends_sizes(its), 0, 0)[1]
-  local ask = id and asked(id)
-  if not ask then return not id end
-  local wish = starts(ask)
-  wish.version, wish.excluded = nil, {}
-  return not try_at(only, wish)
-end
+  -- The tenant that has least and anybody left to be looked at.
+  local function next_tenant(tenants)
+    local best, least
+    for _, t in ipairs(tenants) do
+      local has = (t.reserved + t.ahead) / t.weight
+      if not t.over and (not best or has < least) then best, least = t, has end
+    end
+    return best
+  end
 
--- Gives room to those who wait for it, in their order. `only`: the one backend on which there may be some; missing =
--- all are looked at, and whoever no backend could take is told and waits no more.
-local function grant(its, only, freed)
-  local line, told, wanted = room_line(its), {}, redis.call('GET', KEY.backends_version(its))
-  serve_kept(its, only, wanted, told)
-  local tenants = not (only and fits_nobody(its, only)) and standing(its, line, freed) or {}
-  local granted = tonumber(redis.call('HGET', KEY.backends_grants(its), 'granted') or '0')
-  local refused, first = {}, true
-  for _ = 1, MOST_LOOKS do
-    local t = next_tenant(tenants)
-    if not t or #told >= MOST_GRANTS then break end
-    local id, raw = next_of(t, line)
-    local ask = id and parsed(raw)
-    if id and not ask then
-      leave_queue(id, t.name, line)
-    elseif id and is_gone(ask) then
-      leave_line(id)
-    elseif id then
-      -- Whoever asks for as much as one that did not fit does not fit either.
-      local alike, place, why = (ask.version or '') .. (ask.exclude[1] and id or ''), nil, nil
-      verdicts = {full = 1}
-      local wish = starts(ask, wanted)
-      if ask.weight < (refused[alike] or math.huge) then
-        if only then place = try_at(only, wish) else place, why = find(ask, wish) end
+  -- Its next rollout by rank, and what that asks for.
+  local function next_of(t, line)
+    if t.at > #t.ids then
+      t.ids = redis.call('ZRANGE', line.waiting(t.name), t.passed, t.passed + LOOKS_AT_ONCE - 1)
+      t.at, t.over = 1, not t.ids[1]
+      if t.over then return end
+      t.asks = redis.call('HMGET', KEY.BACKEND_ASKS, unpack(t.ids))
+    end
+    t.at = t.at + 1
+    return t.ids[t.at - 1], t.asks[t.at - 1]
+  end
+
+  -- -- granting -------------------------------------------------------------------------------------
+
+  local function is_gone(ask) return not holds(ask) or not ask.fence and now - ask.seen > FORGOTTEN_MS end
+
+  local function try_at(backend, wish)
+    verdicts = {}
+    local load = redis.call('ZSCORE', KEY.backends_load(wish.of), backend)
+    return load and try(backend, tonumber(load), wish)
+  end
+
+  local function give(id, ask, place, why, told)
+    leave_line(id)
+    enter_backend(ask, place, why)
+    count_granted(place.fact.policies, ask.weight)
+    told[#told + 1] = id
+  end
+
+  -- Keeps the backend for one that is likely to have room soonest: one that can hold it beside others rather than one
+  -- that must be empty for it, and of those the one with the most room.
+  local function keep_one(its, id, wish)
+    local rows = redis.call('ZRANGE', KEY.backends_load(its), 0, -1, 'WITHSCORES')
+    local best, best_holds, most
+    for i = 1, #rows, 2 do
+      local load, fact = tonumber(rows[i + 1]), facts(rows[i], its)
+      local room, holds_it = fact.capacity - load, wish.weight <= (wish.admit or 0) * fact.capacity
+      if not fact.kept and judge(rows[i], load, fact, wish) == 'full'
+          and (not best or holds_it and not best_holds or holds_it == best_holds and room > most) then
+        best, best_holds, most = rows[i], holds_it, room
       end
-      if place then
-        give(id, ask, place, why, told)
-        granted, t.reserved = granted + ask.weight, t.reserved + ask.weight
-      elseif verdicts.full then
-        refused[alike], t.passed = math.min(ask.weight, refused[alike] or math.huge), t.passed + 1
-        if first and granted - ask.past >= ask.weight and not kept(its) then keep_one(its, id, wish) end
-        first = false
-      elseif only then
-        t.passed = t.passed + 1
-      else
+    end
+    if not best then return end
+    redis.call('HSET', KEY.backend(best), 'kept', id)
+    redis.call('SET', KEY.backends_line(its), best .. ' ' .. id)
+  end
+
+  -- The one that a backend is kept for comes first there. Whoever has left, or a backend that cannot serve it any more,
+  -- ends that.
+  local function serve_kept(its, only, wanted, told)
+    local backend, id = kept(its)
+    if not backend or only and only ~= backend then return end
+    local ask = asked(id)
+    if not ask then return let_go(its, backend) end
+    if is_gone(ask) then return leave_line(id) end
+    local place = try_at(backend, start_of(ask, wanted))
+    if place then
+      give(id, ask, place, nil, told)
+    elseif not verdicts.full then
+      let_go(its, backend)
+    end
+  end
+
+  -- Whether not even the smallest of the line fits on the one backend.
+  local function fits_nobody(its, only)
+    local id = redis.call('ZRANGE', KEY.backends_sizes(its), 0, 0)[1]
+    local ask = id and asked(id)
+    if not ask then return not id end
+    local wish = start_of(ask)
+    wish.version, wish.excluded = nil, {}
+    return not try_at(only, wish)
+  end
+
+  -- Gives room to those who wait for it, in their order. `only`: the one backend on which there may be some; missing =
+  -- all are looked at, and whoever no backend could take is told and waits no more.
+  local function grant(its, only, freed)
+    local line, told, wanted = room_line(its), {}, redis.call('GET', KEY.backends_version(its))
+    serve_kept(its, only, wanted, told)
+    local tenants = not (only and fits_nobody(its, only)) and standing(its, line, freed) or {}
+    local granted = tonumber(redis.call('HGET', KEY.backends_grants(its), 'granted') or '0')
+    local refused, first = {}, true
+    for _ = 1, MOST_LOOKS do
+      local t = next_tenant(tenants)
+      if not t or #told >= MOST_GRANTS then break end
+      local id, raw = next_of(t, line)
+      local ask = id and parsed(raw)
+      if id and not ask then
+        leave_queue(id, t.name, line)
+      elseif id and is_gone(ask) then
         leave_line(id)
-        told[#told + 1] = id
+      elseif id then
+        -- Whoever asks for as much as one that did not fit does not fit either.
+        local alike, place, why = (ask.version or '') .. (ask.exclude[1] and id or ''), nil, nil
+        verdicts = {full = 1}
+        local wish = start_of(ask, wanted)
+        if ask.weight < (refused[alike] or math.huge) then
+          if only then place = try_at(only, wish) else place, why = find(ask, wish) end
+        end
+        if place then
+          give(id, ask, place, why, told)
+          granted, t.reserved = granted + ask.weight, t.reserved + ask.weight
+        elseif verdicts.full then
+          refused[alike], t.passed = math.min(ask.weight, refused[alike] or math.huge), t.passed + 1
+          if first and granted - ask.past >= ask.weight and not kept(its) then keep_one(its, id, wish) end
+          first = false
+        elseif only then
+          t.passed = t.passed + 1
+        else
+          leave_line(id)
+          told[#told + 1] = id
+        end
       end
     end
+    if told[1] then redis.call('PUBLISH', KEY.BACKEND_ROOM_CHANNEL, table.concat(told, ' ')) end
   end
-  if told[1] then redis.call('PUBLISH', KEY.BACKEND_ROOM_CHANNEL, table.concat(told, ' ')) end
+
+  return {join = join_line, leave = leave_line, grant = grant, asked = asked, is_gone = is_gone}
 end
 
 -- Something is better on a backend of these policies. `freed`: what `unpin` gave back.
 local function room(backend, policies, freed)
+  -- The default policy alone, and nobody waits.
+  if not policies and redis.call('EXISTS', KEY.BACKEND_WAITED, KEY.backends_line('')) == 0 then return end
   local names, watched = {}, {KEY.BACKEND_WAITED}
   for policy in (policies or 'default'):gmatch('%S+') do
     names[#names + 1] = policy
@@ -252,7 +266,7 @@ local function room(backend, policies, freed)
     if there[k + 1] then
       local policy, tenant
       if freed then policy, tenant = owners(freed.label) end
-      grant(of(names[k]), backend, policy == names[k] and {tenant = tenant, weight = freed.weight})
+      line_up().grant(of(names[k]), backend, policy == names[k] and {tenant = tenant, weight = freed.weight})
     end
   end
 end
@@ -267,8 +281,8 @@ local function give_back(id)
     room(freed.backend, freed.policies, freed)
     return true
   end
-  local ask, backend = leave_line(id)
-  if backend then grant(of(ask.policy), backend) end
+  local ask, backend = line_up().leave(id)
+  if backend then line_up().grant(of(ask.policy), backend) end
   return false
 end
 
@@ -279,7 +293,7 @@ local function release_backend(id)
   for _, each in ipairs(ids) do
     local freed = unpin(each)
     local policy = freed and owners(freed.label)
-    if not freed then leave_line(each) end
+    if not freed then line_up().leave(each) end
     if freed and redis.call('EXISTS', KEY.BACKEND_WAITED, KEY.backends_line(of(policy))) > 0 then
       redis.call('PUBLISH', KEY.BACKEND_ROOM_CHANNEL, '')
     end
