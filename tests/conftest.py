@@ -81,7 +81,7 @@ SHARED = {
         for name in (
             *("alerts", "api", "autoscale", "backends_api", "cancel", "cli", "docs", "environments"),
             *("exports", "faults", "fleet", "flower", "policy_tokens", "results", "scorers", "slots", "top"),
-            *("trainer_records", "typed_arrays", "webhooks"),
+            *("policy_examples", "trainer_records", "typed_arrays", "webhooks"),
         )
     ),
     "broken service": tuple(
