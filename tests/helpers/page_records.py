@@ -164,3 +164,15 @@ def branched_trajectory() -> Trajectory:
         receipt=receipt,
         warnings=["two policy versions sampled this rollout"],
     )
+
+
+def judged_trajectory() -> Trajectory:
+    """What two other policies said, a judge of it in text only, before the agent's own turns."""
+    words = [
+        Message(role="user", content="Is it mended?"),
+        Message(role="assistant", content="I judge it so."),
+    ]
+    judge = Chain(role="judge", policy="strict", model="large", text_only=True, trained=False, texts=words)
+    about = {"role": "opponent", "policy": "rival", "model": "demo", "trained": True}
+    rival = chain(given("user", "Mend it first."), sampled("I am the rival.", "c7", "r1"), **about)
+    return of(judge, rival, chain(given("user", "Mend it."), *turn(0, "ls", "a.py\n")))

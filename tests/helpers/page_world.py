@@ -120,6 +120,7 @@ def page_world(directory: Path) -> Iterator[PageWorld]:
                 ("long", page_records.long_trajectory()),
                 ("hostile", page_records.hostile_trajectory()),
                 ("branched", page_records.branched_trajectory()),
+                ("judged", page_records.judged_trajectory()),
             ):
                 page_records.write(redis, stack.redis.url, made, id=name, tags=["written"])
         stack.start_worker("init,run,eval", "all")

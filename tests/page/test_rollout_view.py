@@ -149,6 +149,19 @@ def test_branches_of_a_session_are_a_tree_with_what_each_was_for(open_view):
     expect(main.get_by_text("left chain 0 after 17 tokens")).to_be_visible()
 
 
+def test_chains_of_other_policies_say_whose_they_are_and_count_for_no_turns_of_the_agents(open_view):
+    page = open_view("rollouts/judged")
+    main = page.get_by_role("main")
+    expect(said(page, "Turn 0.").first).to_be_visible()
+    page.get_by_label("Chain").select_option("0")
+    expect(said(page, "I judge it so.").first).to_be_visible()
+    assert "0: judge of strict" in page.get_by_label("Chain").inner_text()
+    tab(page, "branch")
+    for words in ("judge (strict)", "opponent (rival)"):
+        expect(main.get_by_text(words).first).to_be_visible()
+    assert main.get_by_text("not trained").count() == 1, "the judge; the request has the rival trained"
+
+
 def test_the_receipt_and_warnings_are_shown(open_view):
     page = open_view("rollouts/branched")
     main = page.get_by_role("main")
