@@ -115,8 +115,11 @@ class _Server:
         policies = {policy: model or usual for policy, model in asked.items()}
         absent = sorted(model for model in policies.values() if not model or (cards and model not in cards))
         if absent:
-            there = f"{', '.join(filter(None, absent))!r:.300} is not there; " if any(absent) else ""
-            raise DescribeError("model", f"{why}{there}name a model that {self._url} serves")
+            if not any(absent):
+                raise DescribeError("model", f"{why}name a model that {self._url} serves")
+            names = ", ".join(filter(None, absent))
+            message = f"{self._url} does not serve {names!r:.300}; it serves: {', '.join(cards):.1000}"
+            raise DescribeError("model", message)
         first = next(iter(policies))
         card = cards.get(policies[first], {})
         return Backend(

@@ -148,6 +148,7 @@ GROUPS = (
             *(
                 "InfrastructureError",
                 "ModelError",
+                "OtherRefused",
                 "NoPython",
                 "NotReady",
                 "RedisAway",

@@ -67,7 +67,11 @@ def test_what_a_newer_release_adds_to_a_service_hides_it_from_nobody(listener):
 
 
 def test_sandboxes_are_shown_nothing_of_the_files_of_services():
-    env = {"ROLLOUT_SANDBOX_CLOSED": "/mine", "ROLLOUT_BUNDLE_CACHE": "/tests", "ROLLOUT_ENGINE_KEYS": "/keys"}
+    env = {
+        "ROLLOUT_SANDBOX_CLOSED": "/mine",
+        "ROLLOUT_BUNDLE_CACHE": "/tests",
+        "ROLLOUT_ENGINE_KEYS": "/keys",
+    }
     closed = closed_to_sandboxes(env, Path("/run"))
     assert closed.split(":") == ["/mine", "/run", "/tests", "/keys", str(account.directory())]
 

@@ -84,7 +84,7 @@ def test_connecting_and_receiving_may_be_two_updates(part, absent):
 class Fleet(Store):
     """Where new rollouts want version `v1`."""
 
-    def wanted_version(self) -> str:
+    def wanted_version(self, policy: str) -> str:
         return "v1"
 
 

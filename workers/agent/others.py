@@ -19,8 +19,9 @@ from rollout.schema.trajectory import Chain, FinishReason, Message, OtherRole, T
 from sandbox.client import SandboxClient
 from services.engines.chat import TextRequest
 from services.state.rollouts.store import Claim
+from workers.agent.cautions import logprob_warnings
 from workers.agent.formats import CodecError
-from workers.agent.loop import AgentLoop, logprob_warnings
+from workers.agent.loop import AgentLoop
 from workers.agent.parsing import ParsedTurn
 from workers.agent.router import Router
 from workers.agent.tools import Tool
