@@ -23,7 +23,7 @@ import structlog
 from rollout.policy import BackendUpdate, BackendUpdateState, Canary, PolicyRequest
 from rollout.schema import Backend
 from services.engines.control import GIVE_UP_S, Control, ControlError, control_of
-from services.engines.labels import is_shared, joined, split
+from services.engines.labels import is_shared, joined, misfit, split
 from services.engines.stats import ProbeError, current_label
 from services.state.backends.store import BackendStore
 from services.state.policy.store import LeaseLost
@@ -56,6 +56,11 @@ class Exchange:
             fresh: Nobody has begun with this backend before.
         """
         backend, request, engine, progress = self._backend, self._request, self._engine, self.progress
+        # The current weights may be of another kind than those that this backend can take for the policy.
+        if wrong := misfit(backend, request):
+            progress.error = wrong[1]
+            self._enter(BackendUpdateState.FAILED, report)
+            return progress
         transfer = request.transfer
         # Without a path the trainer has put new weights there itself, unless it sends them only now.
         trusted = fresh and backend.healthy and (request.path is not None or transfer is not None)

@@ -241,7 +241,7 @@ ROWS: dict[str, list[Panel]] = {
             ),
         ),
         ("Placements a second", "ops", rate("rollout_placements_total", "event")),
-        ("Weight updates, by outcome", "short", increase("rollout_policy_updates_total", "outcome")),
+        ("Weight updates, by outcome", "short", increase("rollout_policy_updates_total", "policy, outcome")),
     ],
     "Agent programs: capture": [
         (

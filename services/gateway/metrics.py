@@ -149,12 +149,12 @@ counter rollout_backend_request_seconds{backend} probe.request_seconds
     Seconds they took in the engine, from arrival to end.
 counter rollout_placements{event} placements
     Decisions where a rollout runs (placed, moved, refused …).
-counter rollout_policy_updates{outcome} update.n_*
+counter rollout_policy_updates{policy,outcome} updates
     Weight updates that ended.
-counter rollout_policy_update_seconds update.seconds
+counter rollout_policy_update_seconds{policy} update_seconds
     Seconds that weight updates took.
-gauge rollout_policy_info{version} policy
-    1 for the current policy.
+gauge rollout_policy_info{policy,version} policy
+    1 for a policy's current weights.
 
 counter rollout_failures{blame} total.blame_*
     Failed rollouts by blame.
@@ -336,10 +336,10 @@ class Scrape:
             "total": gate.rollouts.totals(),
             "result": gate.results.totals(),
             "batch": gate.batches.totals(),
-            "update": gate.policy.totals(),
             # Of the server that the gateway is connected to: with Sentinel, the master.
             "server": gate.redis.info(),
         }
+        self._updates = {name: gate.policy.totals(name) for name in sorted(gate.policy.names())}
         self._histograms = gate.observations.histograms()
         self._ages = gate.observations.ages()
         self._backends = gate.backends.list()
@@ -470,9 +470,16 @@ class Scrape:
     def probe_age(self) -> Values:
         return {name: at and max(0.0, time.time() - at) for name, at in self.probe("at").items()}
 
+    def updates(self) -> Values:
+        ended = {policy: _by(sums, "n").items() for policy, sums in self._updates.items()}
+        return {(policy, outcome): count for policy, counts in ended.items() for outcome, count in counts}
+
+    def update_seconds(self) -> Values:
+        return {policy: sums.get("seconds", 0) for policy, sums in self._updates.items()}
+
     def policy(self) -> Values:
-        current = self._gate.policy.current()
-        return {current.policy.version: 1} if current else {}
+        known = {name: self._gate.policy.current(name) for name in self._updates}
+        return {(name, current.policy.version): 1 for name, current in known.items() if current}
 
     def ping(self) -> Value:
         began = time.perf_counter()

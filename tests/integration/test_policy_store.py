@@ -512,3 +512,25 @@ def test_an_engine_of_several_policies_that_another_update_has_for_too_long_is_l
         update.state == "failed" and "another policy's update had the backend" in update.backends["b"].error
     )
     assert not fleet.get("b").paused and fleet.get("b").rejected == {}
+
+
+@pytest.mark.parametrize(
+    ("policies", "lora", "why"),
+    [
+        ({"left": "l", "right": "r"}, None, "a checkpoint would replace the weights of all"),
+        ({"left": "l"}, {"name": "other"}, "serves policy 'left' as model 'l', and 'other' is another"),
+    ],
+)
+def test_current_weights_of_another_kind_are_not_brought_to_who_comes_late(
+    store, fleet, redis, policies, lora, why
+):
+    store.create(PolicyRequest(version="v1", path="/a"), [BACKEND], "left")
+    current = current_of("v1")
+    current.request = PolicyRequest(version="v1", path="/a", lora=lora)
+    end(store, current=current)
+    fleet.put(sglang("d").model_copy(update={"policies": policies, "policy": "left", "model": "l"}))
+    engines = Engines(fleet)
+    with engines, mock.patch("workers.weights.log") as told:
+        assert WeightUpdates(store, fleet, "worker").bring_current(fleet.get("d").of("left")) is False
+    assert why in told.info.call_args.kwargs["error"] and engines.asked == []
+    assert not fleet.get("d").paused and fleet.get("d").rejected == {}

@@ -138,8 +138,8 @@ def test_an_update_reaches_every_backend_and_is_checked_against_the_trainer(sett
     # A trainer that lost the answer asks again and gets the same update.
     assert settled.update("step-1", settled.new).id == update.id
     exposition = http.get(settled.stack.url + "/metrics").text
-    assert 'rollout_policy_info{version="step-1"} 1.0' in exposition
-    assert 'rollout_policy_updates_total{outcome="done"}' in exposition
+    assert 'rollout_policy_info{policy="default",version="step-1"} 1.0' in exposition
+    assert 'rollout_policy_updates_total{outcome="done",policy="default"}' in exposition
 
 
 def test_an_update_without_a_canary_says_that_it_is_not_verified(settled):

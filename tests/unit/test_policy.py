@@ -133,11 +133,11 @@ def test_sglang_waits_for_calls_by_its_own_lock_and_is_not_paused_for_that():
         # Otherwise its weights are as they were, and stay in service.
         ({}, {"pause_generation": (500, "busy")}, [STEPS[0], STEPS[3]], ["pause", "resume"], "busy"),
         (
-            {"lora": {"name": "policy"}},
+            {"lora": {"name": "m"}},
             {},
             [STEPS[0], STEPS[3]],
             ["pause", "resume"],
-            "SGLang cannot exchange adapter 'policy' in place",
+            "SGLang cannot exchange adapter 'm' in place",
         ),
     ],
     ids=["reload", "pause", "adapter"],

@@ -9,7 +9,7 @@ from flask import Blueprint, Response
 
 from rollout.schema import DEFAULT_POLICY, Backend
 from rollout.schema.policy import PolicyList, PolicyRequest, PolicyStatus, PolicyUpdate
-from services.engines.labels import is_shared
+from services.engines.labels import misfit
 from services.gateway.context import gateway
 from services.gateway.http import Wait, operation, reply
 from services.gateway.problems import ApiProblem, invalid
@@ -154,24 +154,6 @@ def _targets(name: str, request: PolicyRequest, known: list[Backend]) -> list[Ba
             f"no LLM backend{of} is registered; add one with POST /v1/backends and ask again",
         )
     for backend in known:
-        _check_adapter(name, request, backend)
+        if wrong := misfit(backend.of(name), request):
+            raise invalid(*wrong)
     return known
-
-
-def _check_adapter(name: str, request: PolicyRequest, backend: Backend) -> None:
-    """Refuse weights that would reach other policies, or another model than rollouts are sampled from."""
-    model = backend.served[name]
-    brings = request.path is not None or request.transfer is not None
-    if request.lora is None and brings and is_shared(backend):
-        there = ", ".join(backend.served)
-        raise invalid(
-            "lora",
-            f"backend {backend.id!r} serves several policies ({there}), whose weights one checkpoint would "
-            f"replace all: send an adapter, with `lora`",
-        )
-    if request.lora is not None and request.lora.name not in (None, model):
-        raise invalid(
-            "lora.name",
-            f"backend {backend.id!r} serves policy {name!r} as model {model!r}, and {request.lora.name!r} is "
-            "another: leave the name out, or register the backend with that model",
-        )
