@@ -60,9 +60,6 @@ def show_policy(name: str | None, every: bool, as_json: bool, url: str | None) -
 )
 @policy_option
 @click.option("--lora", help="PATH is an adapter, to be exchanged under this name.")
-@click.option(
-    "--adapter", is_flag=True, help="The same, under the name that the backends have for the policy."
-)
 @click.option("--backend", "chosen", multiple=True, help="Only this one; may be given several times.")
 @click.option("--concurrency", type=click.IntRange(0), default=0, help="Backends at once. [default: all]")
 @click.option("--reset-prefix-cache", is_flag=True, help="Use nothing again that old weights computed.")
@@ -73,7 +70,6 @@ def update_policy(
     path: str | None,
     canary: IO[str] | None,
     lora: str | None,
-    adapter: bool,
     chosen: tuple[str, ...],
     url: str | None,
     **fields: Any,
@@ -85,7 +81,7 @@ def update_policy(
     """
     with valid(), connect(url, WORK_PATIENCE_S) as client:
         fields["canary"] = Canary.model_validate_json(canary.read()) if canary else None
-        fields["lora"] = LoraAdapter(name=lora) if lora or adapter else None
+        fields["lora"] = LoraAdapter(name=lora) if lora else None
         update = client.update_policy(version, path, backends=list(chosen) or None, **fields)
     show_view(render.update_view(update))
     if update.state is not UpdateState.DONE:

@@ -259,6 +259,8 @@ def test_what_would_reach_another_policy_is_refused(world):
     with pytest.raises(ApiError, match="there are for policy 'red': red"):
         update("v", "/ckpt", policy="red", backends=["blue"])
     assert http.post(url + "/v1/policy", json={"version": "v"}).status_code == 409, "nobody serves `default`"
+    named, usual = (http.get(url + path) for path in ("/v1/policies/default", "/v1/policy"))
+    assert (named.status_code, named.json()) == (200, usual.json())
     routes = (("GET", ""), ("POST", ""), ("DELETE", ""), ("GET", "/updates/u"))
     for method, tail in routes:
         answer = http.request(method, f"{url}/v1/policies/green{tail}", json={"version": "v"})

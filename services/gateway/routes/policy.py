@@ -13,11 +13,13 @@ from services.engines.labels import misfit
 from services.gateway.context import gateway
 from services.gateway.http import Wait, operation, reply
 from services.gateway.problems import ApiProblem, invalid
-from services.state.api_keys import SHARED, TRAIN, TRAIN_DEFAULT, Scope
+from services.state.api_keys import SHARED, TRAIN, Scope
 from services.state.policy.store import UpdateConflict, path_of
 
 blueprint = Blueprint("policy", __name__, url_prefix="/v1")
-SEEN, SEEN_DEFAULT = (Scope.READ, TRAIN), (Scope.READ, TRAIN_DEFAULT)
+
+SEEN = (Scope.READ, TRAIN)
+DEFAULT = {"name": DEFAULT_POLICY}
 
 
 @blueprint.get("/policies")
@@ -30,76 +32,19 @@ def list_policies() -> PolicyList:
 
 
 @blueprint.get("/policies/<name>")
+@blueprint.get("/policy", endpoint="show_default", defaults=DEFAULT)
 @operation(scope=SEEN)
-def show_named(name: str) -> PolicyStatus:
+def show(name: str) -> PolicyStatus:
     """Current weights of a policy, update under way, latest updates."""
     return _status(_known(name), gateway().backends.list())
 
 
-@blueprint.get("/policy")
-@operation(scope=SEEN_DEFAULT)
-def show() -> PolicyStatus:
-    """Current policy, update under way, latest updates."""
-    return _status(DEFAULT_POLICY, gateway().backends.list())
-
-
 @blueprint.post("/policies/<name>")
+@blueprint.post("/policy", endpoint="update_default", defaults=DEFAULT)
 @operation(409, answers={200: PolicyUpdate, 202: PolicyUpdate}, scope=TRAIN)
-def update_named(name: str, body: PolicyRequest) -> Response:
+def update(name: str, body: PolicyRequest) -> Response:
     """Bring new weights to the LLM backends that serve a policy; the RUN workers do it."""
-    return _update(_known(name), body)
-
-
-@blueprint.post("/policy")
-@operation(409, answers={200: PolicyUpdate, 202: PolicyUpdate}, scope=TRAIN_DEFAULT)
-def update(body: PolicyRequest) -> Response:
-    """Bring new weights to the LLM backends; the RUN workers do it."""
-    return _update(DEFAULT_POLICY, body)
-
-
-@blueprint.delete("/policies/<name>")
-@operation(409, answers={204: None}, scope=TRAIN)
-def forget_named(name: str) -> Response:
-    """Forget a policy's weights, once no backend serves them; one without backends goes altogether."""
-    return _forget(_known(name))
-
-
-@blueprint.delete("/policy")
-@operation(409, answers={204: None}, scope=TRAIN_DEFAULT)
-def forget() -> Response:
-    """Forget the current weights, once no backend serves them: backends of any weights take rollouts then."""
-    return _forget(DEFAULT_POLICY)
-
-
-@blueprint.get("/policies/<name>/updates/<update_id>")
-@operation(scope=SEEN)
-def get_named(name: str, update_id: str, wait: Wait) -> PolicyUpdate:
-    """One update of a policy; with `wait`, answers when it has ended or when the wait is over."""
-    return _get(_known(name), update_id, wait)
-
-
-@blueprint.get("/policy/updates/<update_id>")
-@operation(scope=SEEN_DEFAULT)
-def get(update_id: str, wait: Wait) -> PolicyUpdate:
-    """One update of the policy; with `wait`, answers when it has ended or when the wait is over."""
-    return _get(DEFAULT_POLICY, update_id, wait)
-
-
-def _known(name: str) -> str:
-    """A policy's name, if there is one of it."""
-    if name != DEFAULT_POLICY and name not in (names := gateway().policy.names()):
-        detail = f"there is no policy {name!r}; there are: {', '.join(sorted(names))}"
-        raise ApiProblem(404, "No such policy", detail)
-    return name
-
-
-def _status(name: str, backends: list[Backend]) -> PolicyStatus:
-    serving = sorted(backend.id for backend in backends if name in backend.served)
-    return gateway().policy.status(name).model_copy(update={"backends": serving})
-
-
-def _update(name: str, body: PolicyRequest) -> Response:
-    gate = gateway()
+    gate, name = gateway(), _known(name)
     most = gate.settings.max_wait_s
     if body.wait > most:
         raise invalid("wait", f"{body.wait:g} is more than {most:g}; ask for the rest at its own address")
@@ -112,8 +57,15 @@ def _update(name: str, body: PolicyRequest) -> Response:
     return reply(made, 200 if made.state.ended else 202)
 
 
-def _forget(name: str) -> Response:
-    gate = gateway()
+@blueprint.delete("/policies/<name>")
+@blueprint.delete("/policy", endpoint="forget_default", defaults=DEFAULT)
+@operation(409, answers={204: None}, scope=TRAIN)
+def forget(name: str) -> Response:
+    """Forget a policy's weights, once no backend serves them: backends of any weights take rollouts then.
+
+    A policy that no backend serves is forgotten altogether.
+    """
+    gate, name = gateway(), _known(name)
     gone = name != DEFAULT_POLICY and not gate.backends.list(policy=name)
     try:
         serving = gate.policy.forget(name, gone=gone)
@@ -127,12 +79,29 @@ def _forget(name: str) -> Response:
     return Response(status=204)
 
 
-def _get(name: str, update_id: str, wait: float) -> PolicyUpdate:
-    policy_update = gateway().policy.wait(update_id, wait, name)
+@blueprint.get("/policies/<name>/updates/<update_id>")
+@blueprint.get("/policy/updates/<update_id>", endpoint="get_default", defaults=DEFAULT)
+@operation(scope=SEEN)
+def get(name: str, update_id: str, wait: Wait) -> PolicyUpdate:
+    """One update of a policy; with `wait`, answers when it has ended or when the wait is over."""
+    policy_update = gateway().policy.wait(update_id, wait, _known(name))
     if policy_update is None:
         detail = f"there is no update {update_id!r}; GET {path_of(name)} lists the latest"
         raise ApiProblem(404, "No such update", detail)
     return policy_update
+
+
+def _known(name: str) -> str:
+    """A policy's name, if there is one of it."""
+    if name != DEFAULT_POLICY and name not in (names := gateway().policy.names()):
+        detail = f"there is no policy {name!r}; there are: {', '.join(sorted(names))}"
+        raise ApiProblem(404, "No such policy", detail)
+    return name
+
+
+def _status(name: str, backends: list[Backend]) -> PolicyStatus:
+    serving = sorted(backend.id for backend in backends if name in backend.served)
+    return gateway().policy.status(name).model_copy(update={"backends": serving})
 
 
 def _targets(name: str, request: PolicyRequest, known: list[Backend]) -> list[Backend]:
