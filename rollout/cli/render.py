@@ -394,7 +394,7 @@ def backends_table(backends: Sequence[Backend], tokens_per_s: dict[str, float] |
         Column("url", lambda backend: backend.url, drop=9),
         Column("model", lambda backend: _by_policy(backend, backend.served), drop=8),
         Column("engine", engine, drop=7),
-        Column("version", lambda backend: _by_policy(backend, _versions(backend))),
+        Column("version", lambda backend: _by_policy(backend, backend.versions)),
         Column("rollouts", lambda backend: str(backend.live_rollouts), True),
         Column("load", load, True, 10),
         Column("running", stat("running"), True, 5),
@@ -410,15 +410,11 @@ def backends_table(backends: Sequence[Backend], tokens_per_s: dict[str, float] |
     return Sheet(columns, backends)
 
 
-def _versions(backend: Backend) -> dict[str, str | None]:
-    return backend.versions or {backend.policy: backend.policy_version}
-
-
-def _by_policy(backend: Backend, words: Mapping[str, str | None]) -> str:
+def _by_policy(backend: Backend, words: Mapping[str, str]) -> str:
     """A word for each policy that it serves; with its name, unless that is `default` alone."""
+    if [*backend.served] == [DEFAULT_POLICY]:
+        return words.get(DEFAULT_POLICY) or backend.policy_version or "–"
     named = {policy: words.get(policy) or "–" for policy in backend.served}
-    if [*named] == [DEFAULT_POLICY]:
-        return named[DEFAULT_POLICY]
     return ", ".join(f"{policy}={word}" for policy, word in named.items())
 
 
@@ -448,13 +444,7 @@ def policy_view(status: PolicyStatus) -> RenderableType:
         over = update.started_at and update.finished_at
         return f"{update.finished_at - update.started_at:.3f}" if over else "–"
 
-    head = [("policy", _current(status))]
-    if status.name != DEFAULT_POLICY:
-        head = [
-            ("policy", Text(status.name)),
-            ("backends", Text(_or_none(status.backends))),
-            ("weights", head[0][1]),
-        ]
+    head = [("policy" if status.name == DEFAULT_POLICY else f"policy {status.name}", _current(status))]
     columns = [
         Column("update", lambda update: update.id, whole=True),
         Column("version", lambda update: update.version, whole=True),
@@ -470,21 +460,13 @@ def policy_view(status: PolicyStatus) -> RenderableType:
 def policies_table(policies: Sequence[PolicyStatus]) -> Sheet:
     """One line a policy."""
 
-    def update(status: PolicyStatus) -> str | Text:
-        latest = status.update or next(iter(status.history), None)
-        return Text.assemble(latest.version, " ", _update_state(latest)) if latest else "–"
-
+    backends = Column("backends", lambda status: ", ".join(status.backends) or "none")
     columns = [
         Column("policy", lambda status: status.name, whole=True),
-        Column("backends", lambda status: _or_none(status.backends)),
-        Column("latest update", update, drop=1),
+        backends,
         Column("weights", _current),
     ]
     return Sheet(columns, policies)
-
-
-def _or_none(names: Sequence[str]) -> str:
-    return ", ".join(names) or "none"
 
 
 def _current(status: PolicyStatus) -> Text:

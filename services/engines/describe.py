@@ -167,21 +167,19 @@ class _Server:
         policies = {policy: model or usual for policy, model in asked.items()}
         absent: dict[str, str] = {}
         for policy, model in policies.items():
-            field = "policies" if asked[policy] else "model"
             if list(policies.values()).count(model) > 1:
-                raise DescribeError(
-                    "policies", f"two policies cannot be one model, and {model!r} is named for several"
-                )
+                message = f"two policies cannot be one model, and {model!r} is named for several"
+                raise DescribeError("policies", message)
             if model in cards:
                 continue
             message = f"{self._url} does not serve {model!r}; it serves: {', '.join(cards):.1000}"
-            if field == "model":
-                raise DescribeError(field, message)
+            if not asked[policy]:
+                raise DescribeError("model", message)
             if not self._loads_adapters():
                 message += (
                     "; vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 has updates load it"
                 )
-                raise DescribeError(field, message)
+                raise DescribeError("policies", message)
             absent[policy] = (
                 f"adapter {model!r} is not loaded yet: the first update of policy {policy!r} does it"
             )

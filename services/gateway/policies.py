@@ -35,14 +35,10 @@ class PolicyChecker:
             # It may have been registered a moment ago.
             known = self._names(fresh=True)
         for prefix, request in named:
-            if request.policy not in known:
-                message = f"unknown policy {request.policy!r}; there are: {', '.join(sorted(known))}"
-                yield FieldError(field=f"{prefix}policy", message=message)
-            elif known[request.policy]:
-                message = (
-                    f"policy {request.policy!r} is served as text alone, and a rollout of it could not be "
-                    "trained on; handlers may call it as a judge or a user"
-                )
+            message = f"unknown policy {request.policy!r}; there are: {', '.join(sorted(known))}"
+            if text_only := known.get(request.policy):
+                message = f"policy {request.policy!r} is served as text alone: nothing could be trained on it"
+            if text_only is not False:
                 yield FieldError(field=f"{prefix}policy", message=message)
 
     def _names(self, *, fresh: bool = False) -> dict[str, bool]:
