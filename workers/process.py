@@ -243,7 +243,8 @@ class WorkerProcess:
 
         A message may be lost: the heartbeat, those who wait, and the call's own limit find what this misses.
         """
-        channels = [keys.CANCEL_CHANNEL, keys.BACKEND_ROOM_CHANNEL, keys.BACKEND_DOWN_CHANNEL]
+        room = keys.room_of(self.services.placements.process)
+        channels = [keys.CANCEL_CHANNEL, keys.BACKEND_ROOM_CHANNEL, room, keys.BACKEND_DOWN_CHANNEL]
         channels += [chore.channel for chore in self.chores if chore.channel]
         while not self.stopping.is_set():
             try:
@@ -260,7 +261,7 @@ class WorkerProcess:
         placements = self.services.placements
         if channel == keys.CANCEL_CHANNEL:
             self._cancel(set(text.split()))
-        elif channel == keys.BACKEND_ROOM_CHANNEL:
+        elif channel in (keys.BACKEND_ROOM_CHANNEL, keys.room_of(placements.process)):
             self.loop.call_soon_threadsafe(placements.wake, text)
         elif channel == keys.BACKEND_DOWN_CHANNEL:
             self.loop.call_soon_threadsafe(placements.down, text)

@@ -28,6 +28,7 @@ from services.gateway import refusals
 from services.queues import STAGES, queue_for
 from services.state import observations
 from services.state.autoscale import AutoscaleStore
+from services.state.backends.waits import waits
 from services.state.fleet import STOP_REASONS
 
 if TYPE_CHECKING:
@@ -149,6 +150,14 @@ counter rollout_backend_request_seconds{backend} probe.request_seconds
     Seconds they took in the engine, from arrival to end.
 counter rollout_placements{event} placements
     Decisions where a rollout runs (placed, moved, refused …).
+counter rollout_backend_wait_seconds{policy,tenant} wait.seconds
+    Seconds that rollouts waited for room on the backends of a policy.
+counter rollout_backend_waits{policy,tenant} wait.ended
+    Their waits that ended, however they did.
+gauge rollout_backend_waiting{policy,tenant} wait.waiting
+    Rollouts that wait for room now.
+gauge rollout_backend_waiting_longest_seconds{policy,tenant} wait.longest_s
+    Since when the one has waited that waits longest.
 counter rollout_policy_updates{policy,outcome} updates
     Weight updates that ended.
 counter rollout_policy_update_seconds{policy} update_seconds
@@ -343,6 +352,7 @@ class Scrape:
         self._histograms = gate.observations.histograms()
         self._ages = gate.observations.ages()
         self._backends = gate.backends.list()
+        self._waits = waits(gate.redis)
         self._workers = gate.fleet.workers()
         self._admissions = gate.fleet.admissions()
         self._hosts = gate.fleet.nodes()
@@ -388,6 +398,9 @@ class Scrape:
 
     def age(self, field: str) -> Value | Values:
         return getattr(self._ages, field)
+
+    def wait(self, field: str) -> Values:
+        return {names: getattr(its, field) for names, its in self._waits.items()}
 
     # -- workers and nodes -------------------------------------------------------------------
 

@@ -68,7 +68,7 @@ class Placements(Room):
 
     async def acquire(self, rollout_id: str, **options: Any) -> Placed:
         """See `BackendStore.acquire`."""
-        return placed(await self._ask(self._store.acquire(rollout_id, **options)))
+        return placed(await self._ask(self._store.acquire(rollout_id, process=self.process, **options)))
 
     async def extend(self, rollout_id: str, tokens: int, **options: Any) -> Placed:
         """See `BackendStore.extend`."""

@@ -7,6 +7,8 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from rollout.schema import new_id
+
 LOOK_AGAIN_S = 2.0
 """Longest pause before a rollout that waits for room asks again by itself: messages may be lost."""
 
@@ -15,6 +17,8 @@ class Room:
     """Those of a worker that wait. Redis has the order; here is who is to ask now."""
 
     def __init__(self) -> None:
+        self.process = new_id()
+        """Names it in Redis, which tells it of room for its rollouts (`keys.room_of`)."""
         self.changed = asyncio.Event()
         self._waiting: dict[str, asyncio.Event] = {}
         """Those that wait for room, by the names of their reservations, in order of arrival."""

@@ -16,6 +16,7 @@ end
 local function leave_heap(its, backend)
   redis.call('ZREM', KEY.backends_load(its), backend)
   redis.call('ZREM', KEY.backends_chosen(its), backend)
+  note_size(its)
 end
 
 -- The policies that a backend serves, by what keys have of them, as `its` → true; and joined.
@@ -47,8 +48,9 @@ function operations.put(ask)
     redis.call('HDEL', key, 'rejected' .. its)
     before[its] = nil
   end
-  for its in pairs(before) do leave_heap(its, id) end
   redis.call('HSET', key, 'capacity', ask.capacity, 'most', ask.most)
+  for its in pairs(before) do leave_heap(its, id) end
+  for _, policy in ipairs(ask.policies) do note_size(of(policy)) end
   redis.call('HSETNX', key, 'live', 0)
   -- It comes to a fleet at work.
   if fresh and busy then redis.call('HSET', key, 'ramp', 1) end

@@ -24,8 +24,8 @@ local function still(ask, backend, wish)
   return not fact.error and served:find(' ' .. (ask.policy or 'default') .. ' ', 1, true) and fact
 end
 
--- {rollout, slot, fence, policy, tenant, lift, group, weight, version, exclude, admit, group_slack}; slot, fence, policy
--- and tenant (`default`), version and admit may be missing; lift: ms of waiting that its priority is worth
+-- {rollout, slot, fence, policy, tenant, process, lift, group, weight, version, exclude, admit, group_slack}; slot, fence,
+-- policy and tenant (`default`), process, version and admit may be missing; lift: ms of waiting that priority is worth
 function operations.acquire(ask)
   if not holds(ask) then return {word = 'lost', why = ''} end
   local id, its = id_of(ask), of(ask.policy)

@@ -199,13 +199,14 @@ class BackendStore:
     # -- rollouts ----------------------------------------------------------------------------
 
     def acquire(
-        self, rollout_id: str, *, group: str | None = None, priority: int = 0, **options: Any
+        self, rollout_id: str, *, group: str | None = None, priority: int = 0, process: str | None = None, **options: Any
     ) -> Call:
         """For `many`: the pinned backend, else the group's, else the least loaded that may take the rollout.
 
         Args:
             group: Rollouts that share a prompt; they share a backend until it is loaded.
             priority: Higher goes first among the tenant's waiting rollouts; waiting lifts the others in time.
+            process: That is told when the rollout has got room (`keys.room_of`).
             policy: Only backends that serve it.
             tenant: Whose rollout it is: tenants that wait for room get it by their weights.
             slot: Names a further reservation of the same rollout, such as for calls to another policy.
@@ -222,6 +223,7 @@ class BackendStore:
             "admit": admit,
             "group_slack": policy.group_slack,
             "lift": int(1000 * priority * policy.priority_step_s),
+            "process": process,
         }
         return self._call("acquire", rollout_id, more, **options)
 

@@ -91,19 +91,23 @@ local function line_up() -- lazy
 
   -- -- whose turn it is -----------------------------------------------------------------------------
 
-  -- The tenants that wait, with what they have. `freed`: what has just been given back, for it counted until now.
+  -- The tenants that wait, with what they have, and what each unit of weight is due of so much. `freed`: what has just been given back, for it counted until now.
   local function standing(its, line, freed)
     local rows = redis.call('ZRANGE', line.tenants, 0, MOST_TENANTS - 1, 'WITHSCORES')
-    local tenants, sum, weights, moved = {}, 0, 0, {}
+    local tenants, sum, weights, moved, reserved, others = {}, 0, 0, {}, {}, 0
+    local has = redis.call('HGETALL', KEY.backends_reserved(its))
+    for i = 1, #has, 2 do
+      reserved[has[i]], others = tonumber(has[i + 1]), others + tonumber(has[i + 1])
+    end
     local at = tonumber(redis.call('HGET', KEY.backends_grants(its), 'at') or now)
     local seconds = math.max(0, now - at) / 1000
     for i = 1, #rows, 2 do
       local name = rows[i]
       local t = {name = name, weight = weight_of(name), passed = 0, at = 1, ids = {}, asks = {},
-        reserved = tonumber(redis.call('HGET', KEY.backends_reserved(its), name) or '0')}
+        reserved = reserved[name] or 0}
       local before = t.reserved + (freed and freed.tenant == name and freed.weight or 0)
       t.served = tonumber(rows[i + 1]) + seconds * before / t.weight
-      sum, weights = sum + t.served * t.weight, weights + t.weight
+      sum, weights, others = sum + t.served * t.weight, weights + t.weight, others - t.reserved
       tenants[#tenants + 1] = t
     end
     local mean = sum / weights
@@ -117,15 +121,16 @@ local function line_up() -- lazy
     end
     if moved[1] then redis.call('ZADD', line.tenants, unpack(moved)) end
     redis.call('HSET', KEY.backends_grants(its), 'at', now, 'mean', exact(mean))
-    return tenants
+    return tenants, function(size) return (size - others) / weights end
   end
+
+  local function share_of(t) return (t.reserved + t.ahead) / t.weight end
 
   -- The tenant that has least and anybody left to be looked at.
   local function next_tenant(tenants)
     local best, least
     for _, t in ipairs(tenants) do
-      local has = (t.reserved + t.ahead) / t.weight
-      if not t.over and (not best or has < least) then best, least = t, has end
+      if not t.over and (not best or share_of(t) < least) then best, least = t, share_of(t) end
     end
     return best
   end
@@ -152,11 +157,25 @@ local function line_up() -- lazy
     return load and try(backend, tonumber(load), wish)
   end
 
+  -- Whoever asks by a process that hears of it; others ask again.
+  local function tell_of(id, ask, told)
+    told.n = told.n + 1
+    if not ask.process then return end
+    told.by[ask.process] = told.by[ask.process] or {}
+    table.insert(told.by[ask.process], id)
+  end
+
+  local function tell_all(told)
+    for process, ids in pairs(told.by) do
+      redis.call('PUBLISH', KEY.room_of(process), table.concat(ids, ' '))
+    end
+  end
+
   local function give(id, ask, place, why, told)
     leave_line(id)
     enter_backend(ask, place, why)
     count_granted(place.fact.policies, ask.weight)
-    told[#told + 1] = id
+    tell_of(id, ask, told)
   end
 
   -- Keeps the backend for one that is likely to have room soonest: one that can hold it beside others rather than one
@@ -206,14 +225,16 @@ local function line_up() -- lazy
   -- Gives room to those who wait for it, in their order. `only`: the one backend on which there may be some; missing =
   -- all are looked at, and whoever no backend could take is told and waits no more.
   local function grant(its, only, freed)
-    local line, told, wanted = room_line(its), {}, redis.call('GET', KEY.backends_version(its))
+    local line, told, wanted = room_line(its), {n = 0, by = {}}, redis.call('GET', KEY.backends_version(its))
     serve_kept(its, only, wanted, told)
-    local tenants = not (only and fits_nobody(its, only)) and standing(its, line, freed) or {}
+    if only and fits_nobody(its, only) then return tell_all(told) end
+    local tenants, due = standing(its, line, freed)
     local granted = tonumber(redis.call('HGET', KEY.backends_grants(its), 'granted') or '0')
-    local refused, first = {}, true
+    local refused, first, level = {}, true, nil
+    local size = tonumber(redis.call('HGET', KEY.backends_grants(its), 'size') or '0')
     for _ = 1, MOST_LOOKS do
       local t = next_tenant(tenants)
-      if not t or #told >= MOST_GRANTS then break end
+      if not t or told.n >= MOST_GRANTS or level and share_of(t) > level then break end
       local id, raw = next_of(t, line)
       local ask = id and parsed(raw)
       if id and not ask then
@@ -235,18 +256,29 @@ local function line_up() -- lazy
           refused[alike], t.passed = math.min(ask.weight, refused[alike] or math.huge), t.passed + 1
           if first and granted - ask.past >= ask.weight and not kept(its) then keep_one(its, id, wish) end
           first = false
+          -- Small ones of a tenant that has its share already would fill every gap before a large one of others fits.
+          level = level or ask.admit and size > 0 and due(ask.admit * size)
         elseif only then
           t.passed = t.passed + 1
         else
           leave_line(id)
-          told[#told + 1] = id
+          tell_of(id, ask, told)
         end
       end
     end
-    if told[1] then redis.call('PUBLISH', KEY.BACKEND_ROOM_CHANNEL, table.concat(told, ' ')) end
+    tell_all(told)
   end
 
   return {join = join_line, leave = leave_line, grant = grant, asked = asked, is_gone = is_gone}
+end
+
+-- Notes how much all backends of a policy hold.
+local function note_size(its)
+  local size = 0
+  for _, backend in ipairs(redis.call('ZRANGE', KEY.backends_load(its), 0, -1)) do
+    size = size + (tonumber(redis.call('HGET', KEY.backend(backend), 'capacity') or '0'))
+  end
+  redis.call('HSET', KEY.backends_grants(its), 'size', size)
 end
 
 -- Something is better on a backend of these policies. `freed`: what `unpin` gave back.
