@@ -217,7 +217,8 @@ backends_reserved = Key("backends<of>:reserved")
 backends_line = Key("backends<of>:line")
 """String: there while rollouts wait for room: `-`, or `<backend> <rollout>` where one is kept for one."""
 backends_grants = Key("backends<of>:grants")
-"""Hash: tokens granted while others waited, and how far service of those who wait had come when (s)."""
+"""Hash: what all its backends hold, tokens granted there by other policies, and how far service of those who
+wait had come when."""
 backends_tenants = Key("backends<of>:tenants")
 """Sorted set: tenant with rollouts that wait for room → its service since it waits (tokens × s / weight)."""
 backends_waiting = Key("backends<of>:waiting:<tenant>")

@@ -1,4 +1,4 @@
-"""Tenants that always have rollouts waiting for room, on the service's own scripts, under a clock that is set.
+"""Tenants that always have rollouts waiting for room, on the service's own scripts, under a set clock.
 
 Redis is real. Only what its scripts take for the time is a key that the world writes.
 """

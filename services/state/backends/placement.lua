@@ -41,7 +41,7 @@ function operations.acquire(ask)
   if not (state[2] and place) and not (not place and verdicts.full) then
     if place then
       enter_backend(ask, place, why)
-      if (place.fact.policies or ''):find(' ') then count_granted(place.fact.policies, ask.weight) end
+      if place.fact.policies then count_granted(place.fact.policies, ask.policy or 'default', ask.weight) end
       return placed(ask, place.name, place.fact, why)
     end
     if state[2] then line_up().leave(id) end

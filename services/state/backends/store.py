@@ -199,7 +199,13 @@ class BackendStore:
     # -- rollouts ----------------------------------------------------------------------------
 
     def acquire(
-        self, rollout_id: str, *, group: str | None = None, priority: int = 0, process: str | None = None, **options: Any
+        self,
+        rollout_id: str,
+        *,
+        group: str | None = None,
+        priority: int = 0,
+        process: str | None = None,
+        **options: Any,
     ) -> Call:
         """For `many`: the pinned backend, else the group's, else the least loaded that may take the rollout.
 

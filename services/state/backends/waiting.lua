@@ -4,12 +4,13 @@
 --
 -- Next is the tenant that has least: what its rollouts reserve of the policy now, by its weight. Equal occupancy is
 -- not yet equal service, for a large rollout overshoots: what a tenant had more than others, as tokens × s over the
--- last CORRECTED_S, counts as well, up to one of its rollouts. Within a tenant it goes by rank, as before INIT.
+-- last CORRECTED_S, counts as well, up to the largest rollout that is next. Within a tenant it goes by rank, as before
+-- INIT. Once one fits nowhere, tenants that have what they are due wait with it: small ones would fill each gap.
 --
--- One that fits nowhere is passed by others until what was granted since it began to wait is as much as it asks for.
--- Then, as soon as it is its turn, one backend is kept for it (`kept`): nobody else starts there until it fits, and an
--- empty backend takes anything. So it waits for its turn, its own size in others, and the end of the rollouts on one
--- backend; with a single backend small ones wait for that end, too. At most one backend a policy is kept.
+-- One whose turn it is and that fits nowhere is passed by others until they reserve as much as it asks for. Then one
+-- backend is kept for it (`kept`): nobody else starts there until it fits, and an empty backend takes anything. So it
+-- waits for its turn, its own size in others, and the end of the rollouts on one backend; with a single backend small
+-- ones wait for that end, too. At most one backend a policy is kept.
 
 -- Pins a rollout where it starts.
 local function enter_backend(ask, place, why)
@@ -18,10 +19,10 @@ local function enter_backend(ask, place, why)
   if why then redis.call('HINCRBY', KEY.BACKEND_TOTALS, 'placed_group', 1) end
 end
 
--- Counts what was granted for all who wait for that backend: it passed them.
-local function count_granted(policies, weight)
+-- Counts what was granted for those who wait for that backend with other policies: it passed them.
+local function count_granted(policies, own, weight)
   for policy in (policies or 'default'):gmatch('%S+') do
-    redis.call('HINCRBY', KEY.backends_grants(of(policy)), 'granted', weight)
+    if policy ~= own then redis.call('HINCRBY', KEY.backends_grants(of(policy)), 'granted', weight) end
   end
 end
 
@@ -74,12 +75,16 @@ local function line_up() -- lazy
     return ask, backend
   end
 
+  local function granted_to_others(its)
+    return tonumber(redis.call('HGET', KEY.backends_grants(its), 'granted') or '0')
+  end
+
   -- Has one wait, or go on waiting with what it asks for now.
   local function join_line(ask)
     local id, its, tenant = id_of(ask), of(ask.policy), ask.tenant or 'default'
     local before = asked(id)
     ask.since, ask.seen = before and before.since or now, now
-    ask.past = before and before.past or tonumber(redis.call('HGET', KEY.backends_grants(its), 'granted') or '0')
+    ask.past = before and before.past or -granted_to_others(its)
     redis.call('HSET', KEY.BACKEND_ASKS, id, ask.weight .. ' ' .. cjson.encode(ask))
     redis.call('ZADD', KEY.backends_sizes(its), ask.weight, id)
     if before then return end
@@ -111,9 +116,12 @@ local function line_up() -- lazy
       tenants[#tenants + 1] = t
     end
     local mean = sum / weights
+    local size = 0
     for _, t in ipairs(tenants) do
       local first = redis.call('ZRANGE', line.waiting(t.name), 0, 0)[1]
-      local size = tonumber((redis.call('HGET', KEY.BACKEND_ASKS, first or '') or '0'):match('^%S+'))
+      size = math.max(size, tonumber((redis.call('HGET', KEY.BACKEND_ASKS, first or '') or '0'):match('^%S+')))
+    end
+    for _, t in ipairs(tenants) do
       t.ahead = (t.served - mean) * t.weight / CORRECTED_S
       t.ahead = math.max(-size, math.min(size, t.ahead))
       moved[#moved + 1] = exact(mean + t.ahead * CORRECTED_S / t.weight)
@@ -174,7 +182,7 @@ local function line_up() -- lazy
   local function give(id, ask, place, why, told)
     leave_line(id)
     enter_backend(ask, place, why)
-    count_granted(place.fact.policies, ask.weight)
+    count_granted(place.fact.policies, ask.policy or 'default', ask.weight)
     tell_of(id, ask, told)
   end
 
@@ -229,35 +237,42 @@ local function line_up() -- lazy
     serve_kept(its, only, wanted, told)
     if only and fits_nobody(its, only) then return tell_all(told) end
     local tenants, due = standing(its, line, freed)
-    local granted = tonumber(redis.call('HGET', KEY.backends_grants(its), 'granted') or '0')
-    local refused, first, level = {}, true, nil
+    local refused, head, passed, level = {}, nil, 0, nil
     local size = tonumber(redis.call('HGET', KEY.backends_grants(its), 'size') or '0')
     for _ = 1, MOST_LOOKS do
       local t = next_tenant(tenants)
       if not t or told.n >= MOST_GRANTS or level and share_of(t) > level then break end
       local id, raw = next_of(t, line)
-      local ask = id and parsed(raw)
-      if id and not ask then
+      local plain = raw and raw:find('"exclude":{}', 1, true) and not raw:find('"version":', 1, true)
+      local hopeless = plain and tonumber(raw:match('^%S+')) >= (refused[''] or math.huge)
+      local ask = id and not hopeless and parsed(raw)
+      if hopeless then
+        -- Whoever asks for as much as one that did not fit does not fit either.
+        t.passed = t.passed + 1
+      elseif id and not ask then
         leave_queue(id, t.name, line)
       elseif id and is_gone(ask) then
         leave_line(id)
       elseif id then
-        -- Whoever asks for as much as one that did not fit does not fit either.
-        local alike, place, why = (ask.version or '') .. (ask.exclude[1] and id or ''), nil, nil
+        local alike, wish, place, why = plain and '' or (ask.version or id), start_of(ask, wanted), nil, nil
         verdicts = {full = 1}
-        local wish = start_of(ask, wanted)
         if ask.weight < (refused[alike] or math.huge) then
           if only then place = try_at(only, wish) else place, why = find(ask, wish) end
         end
         if place then
           give(id, ask, place, why, told)
-          granted, t.reserved = granted + ask.weight, t.reserved + ask.weight
+          t.reserved, passed = t.reserved + ask.weight, passed + (head and ask.weight or 0)
         elseif verdicts.full then
           refused[alike], t.passed = math.min(ask.weight, refused[alike] or math.huge), t.passed + 1
-          if first and granted - ask.past >= ask.weight and not kept(its) then keep_one(its, id, wish) end
-          first = false
-          -- Small ones of a tenant that has its share already would fill every gap before a large one of others fits.
-          level = level or ask.admit and size > 0 and due(ask.admit * size)
+          if not head then
+            head = {id = id, ask = ask}
+            if granted_to_others(its) + ask.past >= ask.weight and not kept(its) then keep_one(its, id, wish) end
+            -- Small ones of a tenant that has its share already would fill every gap before a large one of others fits.
+            level = ask.admit and size > 0 and due(ask.admit * size)
+          end
+          if plain and ask.weight <= tonumber(redis.call('ZRANGE', KEY.backends_sizes(its), 0, 0, 'WITHSCORES')[2]) then
+            break
+          end
         elseif only then
           t.passed = t.passed + 1
         else
@@ -265,6 +280,10 @@ local function line_up() -- lazy
           tell_of(id, ask, told)
         end
       end
+    end
+    if passed > 0 then
+      head.ask.past = head.ask.past + passed
+      redis.call('HSET', KEY.BACKEND_ASKS, head.id, head.ask.weight .. ' ' .. cjson.encode(head.ask))
     end
     tell_all(told)
   end
