@@ -12,22 +12,19 @@ More in docs/benchmarks.md#fairness.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import random
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from benchmarks import harness, routing
 from services.state import keys
-from services.state.backends.store import BackendStore
-from services.state.redis import LoopConnection, connect
+from services.state.backends.store import BackendStore, placed
+from services.state.redis import connect
+from services.state.scripts import Call
 from tests.helpers.heap import backend
 from tests.helpers.room_world import World, set_clock
-from workers.agent.placement import Placements
-from workers.agent.router import BackendRouter
 
 BACKENDS = [f"b{number}" for number in range(8)]
 CAPACITY = 1000
@@ -133,43 +130,37 @@ def _start(url: str, barrier: Any) -> None:
 
 
 def _work(seconds: float, number: int) -> int:
-    """How many rollouts of one process got room, and gave it back."""
-    return asyncio.run(_rollouts(seconds, number))
+    """How many rollouts of one process got room, and gave it back: each asks, is told, asks, and releases.
 
+    What is to be asked meanwhile shares a round trip, as in a worker.
+    """
+    client = connect(_url)
+    store, process = BackendStore(client), f"p{number}"
+    numbers, count = itertools.count(), 0
 
-async def _rollouts(seconds: float, number: int) -> int:
-    connection = LoopConnection(_url)
-    placements = Placements(BackendStore(connect(_url)), connection)
-    loop, over = asyncio.get_running_loop(), threading.Event()
-    listener = threading.Thread(target=_listen, args=(loop, placements, over), daemon=True)
-    listener.start()
-    await asyncio.to_thread(_barrier.wait, 120)
-    ends, count = time.monotonic() + seconds, 0
+    def ask(name: str) -> Call:
+        return store.acquire(name, tokens=routing.TOKENS, process=process)
 
-    async def rollout(lane: int) -> None:
-        nonlocal count
-        for turn in itertools.count():
-            if time.monotonic() >= ends:
-                return
-            router = BackendRouter(f"c{number}-{lane}-{turn}", placements, None)  # type: ignore[arg-type]
-            await router.acquire(8000)
-            count += time.monotonic() < ends
-            await router.release()
+    def fresh(n: int) -> list[str]:
+        return [f"c{number}-{next(numbers)}" for _ in range(n)]
 
-    await asyncio.gather(*(rollout(lane) for lane in range(ROLLOUTS)))
-    over.set()
-    listener.join()
-    await connection.close()
+    with client.pubsub(ignore_subscribe_messages=True) as channel:
+        channel.subscribe(keys.room_of(process))
+        channel.get_message(timeout=1.0)
+        asking, ending = fresh(ROLLOUTS), []
+        _barrier.wait(120)
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends:
+            calls = [*map(store.release, ending), *map(ask, asking)]
+            replies = store.many(calls)[len(ending) :]
+            ending = [name for name, reply in zip(asking, replies, strict=True) if placed(reply).word == "ok"]
+            count += len(ending)
+            asking = fresh(len(ending))
+            message = channel.get_message(timeout=0 if ending else 0.01)
+            while message:
+                asking += message["data"].split()
+                message = channel.get_message(timeout=0)
     return count
-
-
-def _listen(loop: asyncio.AbstractEventLoop, placements: Placements, over: threading.Event) -> None:
-    """What a worker's process does with the messages of its channel."""
-    with connect(_url).pubsub(ignore_subscribe_messages=True) as channel:
-        channel.subscribe(keys.room_of(placements.process))
-        while not over.is_set():
-            if message := channel.get_message(timeout=0.2):
-                loop.call_soon_threadsafe(placements.wake, message["data"])
 
 
 # -- all -----------------------------------------------------------------------------------------------

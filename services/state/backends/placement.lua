@@ -37,7 +37,13 @@ function operations.acquire(ask)
     if fact then return placed(ask, pinned, fact) end
     give_back(id)
   end
-  local place, why = find(ask, wish)
+  local place, why
+  if state[2] and joins_behind(ask, its) then
+    -- Nor does it fit: not even one that asks for less does.
+    verdicts = {full = 1}
+  else
+    place, why = find(ask, wish)
+  end
   if not (state[2] and place) and not (not place and verdicts.full) then
     if place then
       enter_backend(ask, place, why)

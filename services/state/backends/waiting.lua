@@ -32,6 +32,12 @@ local function start_of(ask, wanted)
   return wish
 end
 
+-- Whether one that asks for the first time asks for no less than one that waits.
+local function joins_behind(ask, its)
+  if ask.version or ask.exclude[1] or redis.call('HEXISTS', KEY.BACKEND_ASKS, id_of(ask)) == 1 then return false end
+  return ask.weight >= tonumber(redis.call('ZRANGE', KEY.backends_sizes(its), 0, 0, 'WITHSCORES')[2] or math.huge)
+end
+
 -- Made where somebody waits, or is to: a script makes anew what it defines at each call, and most need nothing of it.
 local function line_up() -- lazy
   local CORRECTED_S = 10
@@ -59,8 +65,8 @@ local function line_up() -- lazy
   end
 
   -- Takes one out of the line, if it is there; what it asked for, and the backend that was kept for it.
-  local function leave_line(id)
-    local ask = asked(id)
+  local function leave_line(id, ask)
+    ask = ask or asked(id)
     if not ask then return end
     local its, tenant = of(ask.policy), ask.tenant or 'default'
     redis.call('HDEL', KEY.BACKEND_ASKS, id)
@@ -180,7 +186,7 @@ local function line_up() -- lazy
   end
 
   local function give(id, ask, place, why, told)
-    leave_line(id)
+    leave_line(id, ask)
     enter_backend(ask, place, why)
     count_granted(place.fact.policies, ask.policy or 'default', ask.weight)
     tell_of(id, ask, told)
