@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from rollout.schema import State
+from rollout.schema.trajectory import OTHER_ROLES
 from rollout.trajectory import FinishReason, Trajectory
 from sandbox.errors import SandboxError, SandboxGone
 from services.state.rollouts.payloads import PayloadError
@@ -105,5 +106,5 @@ def _check(reward: object, handler: str) -> None:
     if not isinstance(reward, Reward):
         raise HandlerError(f"{handler}.evaluate returned {type(reward).__name__}, not Reward")
     numbers = (reward.value, *reward.components.values(), *reward.roles.values())
-    if not all(math.isfinite(value) for value in numbers):
-        raise HandlerError(f"{handler}.evaluate returned a reward that is not finite: {reward}")
+    if not all(math.isfinite(value) for value in numbers) or set(reward.roles) - OTHER_ROLES:
+        raise HandlerError(f"{handler}.evaluate: a reward that is not finite, or of no role: {reward}")

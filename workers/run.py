@@ -48,8 +48,7 @@ async def run_turns(run: StageRun) -> Finish:
     try:
         if handler.uses_model:
             # Before the clock starts: waiting for room on a backend is waiting in a queue.
-            tokens = run.services.prompts.expected(handler.name, claim.request.task)
-            refuse_text(await router.acquire(tokens))
+            refuse_text(await router.acquire(run.services.prompts.expected(handler.name, claim.request.task)))
         log.begin()
         limit = claim.request.limits.run_timeout_s - log.spent_before_s
         async with time_limit(limit, StageTimeout, "run_timeout_s"):

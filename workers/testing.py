@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollout.schema import Rollout, RolloutRequest
@@ -19,6 +19,7 @@ def play(
     actions: Sequence[Action] = (),
     *,
     tokenizer: str | None = None,
+    others: Mapping[str, Sequence[Action]] | None = None,
     settings: Settings | None = None,
     **request: Any,
 ) -> list[Rollout]:
@@ -27,6 +28,7 @@ def play(
     Args:
         tokenizer: Path or hub name of one whose model speaks the Hermes form of tool calls; None = the
             demo model's, which is there in a checkout of rollout-service.
+        others: What other policies say, by their names, in each conversation from the first one on.
         request: Further fields of a `RolloutRequest`, such as `n` and `limits`.
 
     Returns:
@@ -35,6 +37,8 @@ def play(
     Raises:
         FileNotFoundError: No tokenizer was named and there is no demo model.
     """
-    model = Actions(list(actions), tokenizer or demo_tokenizer())
-    runner = InProcess(handler, model, settings)
+    tokenizer = tokenizer or demo_tokenizer()
+    model = Actions(list(actions), tokenizer)
+    played = {name: Actions(list(said), tokenizer) for name, said in (others or {}).items()}
+    runner = InProcess(handler, model, settings, played)
     return asyncio.run(runner.run(RolloutRequest(handler=handler.name, task=task, **request)))

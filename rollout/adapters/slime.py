@@ -6,11 +6,11 @@ slime is not on the package index (a package of that name is another one): the n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 from rollout.adapters.base import TRUNCATED, Sample, advantages, rewards, samples, usable, weightless
 from rollout.schema import Rollout, State
-from rollout.schema.trajectory import OtherRole
+from rollout.schema.trajectory import OTHER_ROLES
 
 
 def sample_dicts(
@@ -27,7 +27,7 @@ def sample_dicts(
     """
     rows = []
     values_of = advantages if centred else rewards
-    values = {role: values_of(group, role) for role in ("agent", *get_args(OtherRole))}
+    values = {role: values_of(group, role) for role in ("agent", *OTHER_ROLES)}
     for number, rollout in enumerate(group):
         # Without a turn there is nothing to learn from, but slime counts the members of a group.
         for sample in samples(rollout) or [weightless()]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -22,6 +22,7 @@ Role = Literal["system", "user", "assistant", "tool"]
 
 OtherRole = Literal["judge", "user", "opponent", "reference"]
 """What another policy than the agent's does in a rollout."""
+OTHER_ROLES = frozenset(get_args(OtherRole))
 ChainRole = Literal["agent", "sub_agent", "compaction", "auxiliary", "discarded"] | OtherRole
 """What a chain was for: the agent's own turns, those of an agent that it started, a summary of a history that
 was to be forgotten, calls beside the task (a title, a topic), what was sampled and never used, and turns of

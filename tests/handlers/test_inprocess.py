@@ -146,7 +146,10 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.mark.parametrize(
     "reward",
-    [Reward(NAN), Reward(-INF), Reward(1.0, {"a": 1.0, "b": NAN}), Reward(1.0, {"a": INF}), 1.0, None],
+    [
+        *(Reward(NAN), Reward(-INF), Reward(1.0, {"a": 1.0, "b": NAN}), Reward(1.0, {"a": INF})),
+        *(Reward(1.0, roles={"opponent": NAN}), Reward(1.0, roles={"agent": 1.0}), 1.0, None),
+    ],
 )
 def test_a_reward_that_is_none_is_the_handlers_failure(reward):
     class Scores(Hooked):
@@ -155,6 +158,7 @@ def test_a_reward_that_is_none_is_the_handlers_failure(reward):
 
     (done,) = played(Scores(), [Action(content="2")], {})
     assert (done.state, done.reward, done.reward_components, done.drop) == (State.FAILED, None, {}, True)
+    assert done.role_rewards == {}
     assert (done.error.blame, done.attempt) == (Blame.HANDLER, 1)
     reason = "not finite" if isinstance(reward, Reward) else f"returned {type(reward).__name__}, not Reward"
     assert reason in done.error.message

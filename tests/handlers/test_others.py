@@ -20,10 +20,12 @@ from services.state.tenants import Tenant
 from tests.helpers.others import Source, played, said
 from workers import inprocess
 from workers.agent import others as others_module
+from workers.agent.replay import Action
 from workers.errors import InfrastructureError, ModelError
 from workers.handlers import AgentHandler, EvalContext, Reward, RunContext
 from workers.handlers.base import AnyTask
 from workers.inprocess import InProcess
+from workers.testing import play
 
 ASKED = [Message(role="user", content="1 plus 1")]
 
@@ -250,3 +252,10 @@ def test_behind_a_turn_that_was_cut_off_a_conversation_does_not_go_on():
 
     done = played(Asks(judge=cut), {"judge": Source("a long answer")})
     assert (done.reward, done.error.blame) == (None, Blame.MODEL) and "cut off" in done.error.message
+
+
+def test_a_test_of_a_handler_says_what_other_policies_say():
+    user = [Action(content="who is there"), Action(content="go on")]
+    said_so = {"simulator": user, "judge": [Action(content="no")]}
+    (done,) = play(Asks(chat, judged), {}, [Action(content="2")], others=said_so)
+    assert (done.reward, done.role_rewards) == (0.0, {"user": 0.25})
