@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import aiohttp
 import httpx
@@ -117,3 +118,15 @@ def test_the_time_limit_of_eval_closes_the_judges_call_in_its_engine(store, engi
         assert calls[-1]["state"] == "cancelled"
     finally:
         httpx.post(f"{engine.url}/fault", json={"kind": "none"}, timeout=60)
+
+
+def test_waiting_for_room_at_the_judge_takes_nothing_of_evals_time(store, engine):
+    store.put(describe(BackendRequest(url=engine.url, id="judge", max_rollouts=1)))
+    (taken,) = store.many([store.acquire("somebody")])
+    assert taken["word"] == "ok"
+    timer = threading.Timer(2.0, lambda: store.many([store.release("somebody")]))
+    timer.start()
+    done = judged(store, eval_timeout_s=1.0, max_attempts=1)
+    timer.join()
+    assert (done.state, done.reward) == (State.COMPLETED, 1.0), done.error
+    assert done.stage_seconds["eval"] >= 1.0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 from rollout.schema import Backend, RolloutRequest, SamplingParams, Stage, new_id
@@ -26,7 +26,7 @@ from workers.agent.parsing import ParsedTurn
 from workers.agent.router import Router
 from workers.agent.tools import Tool
 from workers.errors import HandlerError, InfrastructureError, ModelError, StageTimeout, TaskError
-from workers.patience import ask
+from workers.patience import ask, stopped
 
 MAX_CONVERSATIONS = 64
 """With other policies, of one rollout in one stage."""
@@ -203,7 +203,9 @@ class Conversation:
         with self._calling():
             number = await self._others.enter(self)
             self._router = run.services.router(run.claim, policy=self.policy, slot=f"{self.role}{number}")
-            backend = await self._router.acquire()
+            # In EVAL a rollout holds nothing that others wait for: it waits as in a queue.
+            with stopped() if run.claim.stage is Stage.EVAL else nullcontext():
+                backend = await self._router.acquire()
             request = self._request_of(number)
             self.text_only = backend.api == "chat"
             if self.text_only:
