@@ -17,7 +17,7 @@ from rollout.schema import Blame, Limits, RolloutRequest, SamplingParams, State
 from rollout.trajectory import FinishReason, Message
 from services.settings import Settings
 from services.state.tenants import Tenant
-from tests.helpers.others import Source, played, said
+from tests.helpers.others import Source, broken, played, said
 from workers import inprocess
 from workers.agent import others as others_module
 from workers.agent.replay import Action
@@ -125,7 +125,10 @@ async def refused() -> None:
 
 
 @pytest.mark.parametrize("stage", ["run", "eval"])
-@pytest.mark.parametrize(("fails", "blame"), [(away, Blame.INFRASTRUCTURE), (refused, Blame.MODEL)])
+@pytest.mark.parametrize(
+    ("fails", "blame"),
+    [(away, Blame.INFRASTRUCTURE), (refused, Blame.MODEL), (broken, Blame.INFRASTRUCTURE)],
+)
 def test_an_outage_or_refusal_of_another_policy_is_tried_again_and_never_scored(stage, fails, blame):
     other = Source(fails=fails)
     handler = Asks(chat, hook=True) if stage == "run" else Asks(judge=judged, hook=True)

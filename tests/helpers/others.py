@@ -25,6 +25,11 @@ def said(*texts: str) -> list[Message]:
     return [Message(role="user", content=text) for text in texts]
 
 
+async def broken() -> None:
+    """For `Source`: an error of the service's own, in which no code of a handler takes part."""
+    raise KeyError("of the service's own")
+
+
 class Source:
     """A policy's backend; a `workers.inprocess.Model`."""
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from rollout.schema import Backend, RolloutRequest, SamplingParams, Stage, new_id
 from rollout.schema.trajectory import Chain, FinishReason, Message, OtherRole, Trajectory
 from sandbox.client import SandboxClient
+from sandbox.errors import SandboxError
 from services.engines.chat import TextRequest
 from services.state.rollouts.store import Claim
 from workers.agent.cautions import logprob_warnings
@@ -25,7 +26,15 @@ from workers.agent.loop import AgentLoop
 from workers.agent.parsing import ParsedTurn
 from workers.agent.router import Router
 from workers.agent.tools import Tool
-from workers.errors import HandlerError, InfrastructureError, ModelError, StageTimeout, TaskError
+from workers.errors import (
+    HandlerError,
+    InfrastructureError,
+    ModelError,
+    StageError,
+    StageTimeout,
+    TaskError,
+    laid,
+)
 from workers.patience import ask, stopped
 
 MAX_CONVERSATIONS = 64
@@ -297,6 +306,11 @@ class Conversation:
             raise OtherRefused(f"policy {self.policy!r}: {error}") from error
         except CodecError as error:
             raise InfrastructureError(f"policy {self.policy!r}: {error}") from error
+        except (StageError, SandboxError):
+            raise
+        except Exception as error:
+            # The handler has asked, but only a tool of its own can be at fault.
+            raise laid(error, self._others.run.handler) from error.__cause__
 
     async def close(self) -> None:
         """Give the place on the backend back. Harmless without one."""
