@@ -112,7 +112,6 @@ def _policies(rows: Sequence[PolicyStatus]) -> Sheet:
             "update", lambda row: f"{row.update.version} {row.update.state}" if row.update else "–", drop=1
         ),
         Column("backends", lambda row: str(len(row.backends) or "") or Text("0", "bold red"), True),
-        Column("live", lambda row: str(row.live_rollouts), True),
         Column("waiting", lambda row: str(row.waiting), True),
         Column("longest", lambda row: f"{row.longest_wait_s:.0f} s" if row.waiting else "–", True, 2),
     ]

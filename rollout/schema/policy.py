@@ -232,8 +232,6 @@ class PolicyStatus(BaseModel):
     name: str = DEFAULT_POLICY
     backends: list[str] = Field(default_factory=list)
     """Ids of those that serve it."""
-    live_rollouts: int = 0
-    """Placed on them for this policy."""
     waiting: int = 0
     """Rollouts that wait for room on them."""
     longest_wait_s: float = 0.0

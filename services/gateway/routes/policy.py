@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from flask import Blueprint, Response
 
 from rollout.schema import DEFAULT_POLICY, Backend
@@ -14,6 +16,7 @@ from services.gateway.context import gateway
 from services.gateway.http import Wait, operation, reply
 from services.gateway.problems import ApiProblem, invalid
 from services.state.api_keys import SHARED, TRAIN, Scope
+from services.state.backends.waits import Waits, waits
 from services.state.policy.store import UpdateConflict, path_of
 
 blueprint = Blueprint("policy", __name__, url_prefix="/v1")
@@ -27,8 +30,8 @@ DEFAULT = {"name": DEFAULT_POLICY}
 def list_policies() -> PolicyList:
     """Every policy: its backends, current weights and updates."""
     gate = gateway()
-    backends = gate.backends.list()
-    return PolicyList(policies=[_status(name, backends) for name in sorted(gate.policy.names())])
+    about = gate.backends.list(), waits(gate.redis)
+    return PolicyList(policies=[_status(name, *about) for name in sorted(gate.policy.names())])
 
 
 @blueprint.get("/policies/<name>")
@@ -36,7 +39,8 @@ def list_policies() -> PolicyList:
 @operation(scope=SEEN)
 def show(name: str) -> PolicyStatus:
     """Current weights of a policy, update under way, latest updates."""
-    return _status(_known(name), gateway().backends.list())
+    gate = gateway()
+    return _status(_known(name), gate.backends.list(), waits(gate.redis))
 
 
 @blueprint.post("/policies/<name>")
@@ -99,9 +103,14 @@ def _known(name: str) -> str:
     return name
 
 
-def _status(name: str, backends: list[Backend]) -> PolicyStatus:
-    serving = sorted(backend.id for backend in backends if name in backend.served)
-    return gateway().policy.status(name).model_copy(update={"backends": serving})
+def _status(name: str, backends: list[Backend], waiting: Mapping[tuple[str, str], Waits]) -> PolicyStatus:
+    its = [of_tenant for (policy, _), of_tenant in waiting.items() if policy == name]
+    more = {
+        "backends": sorted(backend.id for backend in backends if name in backend.served),
+        "waiting": sum(of_tenant.waiting for of_tenant in its),
+        "longest_wait_s": max((of_tenant.longest_s for of_tenant in its), default=0.0),
+    }
+    return gateway().policy.status(name).model_copy(update=more)
 
 
 def _targets(name: str, request: PolicyRequest, known: list[Backend]) -> list[Backend]:
