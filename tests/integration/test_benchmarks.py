@@ -73,6 +73,7 @@ KEYS = {
         *("starts_ratio_to_exec", "starts_per_s", "execs_per_s", "held_mb_per_sandbox", "leftovers"),
         *("cold_p50_ms", "warm_p50_ms", "exec_p50_ms", "exec_output_p50_ms", "end_p50_ms"),
     },
+    "fairness": {"share_error_max", "small_wait_p99_ratio", "placements_ratio"},
     "routing": {
         "makespan_ratio_to_admitted_round_robin",
         "makespan_ratio_to_admitted_inflight_heap",
@@ -133,6 +134,7 @@ MORE = {
         long=(),
     ),
     "token_drift": BENCHMARKS("episodes of `token_drift`", short=("--count", "8"), long=()),
+    "fairness": BENCHMARKS("simulated seconds of `fairness`", short=("--count", "5"), long=()),
 }
 if BENCHMARKS:
     KEYS["routing"] |= {"hit_rate_gap"}

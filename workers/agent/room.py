@@ -37,8 +37,9 @@ class Room:
             self.changed = asyncio.Event()
 
     @contextmanager
-    def waiting(self, name: str) -> Iterator[asyncio.Event]:
+    def waiting(self, rollout_id: str, slot: str) -> Iterator[asyncio.Event]:
         """Have `wake` hear of a rollout: what it sets, from before the rollout asks for room."""
+        name = f"{rollout_id}|{slot}" if slot else rollout_id
         event = self._waiting[name] = asyncio.Event()
         try:
             yield event

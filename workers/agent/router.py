@@ -103,8 +103,7 @@ class BackendRouter:
         self._asked, self._reserved = True, max(1, tokens)
         started = time.monotonic()
         unusable_since: float | None = None
-        name = f"{self._rollout_id}|{self._slot}" if self._slot else self._rollout_id
-        with self._placements.waiting(name) as granted:
+        with self._placements.waiting(self._rollout_id, self._slot) as granted:
             while True:
                 changed = self._placements.changed
                 granted.clear()

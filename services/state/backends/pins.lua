@@ -175,13 +175,6 @@ end
 
 -- -- pinning --------------------------------------------------------------------------------------
 
--- False: somebody else holds the rollout by now, or nobody.
-local function holds(ask)
-  if not ask.fence then return true end
-  local r = redis.call('HMGET', KEY.record(ask.rollout), 'fence', 'owner')
-  return r[1] == ask.fence and r[2]
-end
-
 local function pin(ask, place, label, text)
   local turn = redis.call('INCR', KEY.backends_turn(of(ask.policy)))
   join_group(label, home_of(label), place.name)

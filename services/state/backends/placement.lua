@@ -16,14 +16,6 @@ local function refused(word)
   return {word = word, why = table.concat(why, ', ')}
 end
 
--- The facts of a backend that still serves the rollout, where it is pinned.
-local function still(ask, backend, wish)
-  if not backend or redis.call('HEXISTS', KEY.BACKENDS, backend) == 0 or wish.excluded[backend] then return end
-  local fact = facts(backend, wish.of)
-  local served = ' ' .. (fact.policies or 'default') .. ' '
-  return not fact.error and served:find(' ' .. (ask.policy or 'default') .. ' ', 1, true) and fact
-end
-
 -- {rollout, slot, fence, policy, tenant, process, lift, group, weight, version, exclude, admit, group_slack}; slot, fence,
 -- policy and tenant (`default`), process, version and admit may be missing; lift: ms of waiting that priority is worth
 function operations.acquire(ask)
@@ -37,13 +29,7 @@ function operations.acquire(ask)
     if fact then return placed(ask, pinned, fact) end
     give_back(id)
   end
-  local place, why
-  if state[2] and joins_behind(ask, its) then
-    -- Nor does it fit: not even one that asks for less does.
-    verdicts = {full = 1}
-  else
-    place, why = find(ask, wish)
-  end
+  local place, why = look_for(ask, wish, state[2])
   if not (state[2] and place) and not (not place and verdicts.full) then
     if place then
       enter_backend(ask, place, why)

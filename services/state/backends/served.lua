@@ -44,3 +44,10 @@ local function note(ask, backend, label)
     redis.call('HSET', KEY.record(ask.rollout), 'slots', (slots == '' and '' or slots .. ' ') .. ask.slot)
   end
 end
+
+-- False: somebody else holds the rollout by now, or nobody.
+local function holds(ask)
+  if not ask.fence then return true end
+  local r = redis.call('HMGET', KEY.record(ask.rollout), 'fence', 'owner')
+  return r[1] == ask.fence and r[2]
+end

@@ -32,10 +32,25 @@ local function start_of(ask, wanted)
   return wish
 end
 
--- Whether one that asks for the first time asks for no less than one that waits.
-local function joins_behind(ask, its)
-  if ask.version or ask.exclude[1] or redis.call('HEXISTS', KEY.BACKEND_ASKS, id_of(ask)) == 1 then return false end
-  return ask.weight >= tonumber(redis.call('ZRANGE', KEY.backends_sizes(its), 0, 0, 'WITHSCORES')[2] or math.huge)
+-- The facts of a backend that still serves the rollout, where it is pinned.
+local function still(ask, backend, wish)
+  if not backend or redis.call('HEXISTS', KEY.BACKENDS, backend) == 0 or wish.excluded[backend] then return end
+  local fact = facts(backend, wish.of)
+  local served = ' ' .. (fact.policies or 'default') .. ' '
+  return not fact.error and served:find(' ' .. (ask.policy or 'default') .. ' ', 1, true) and fact
+end
+
+-- A place for a rollout that starts. Where others wait, one that asks for no less than some of them, and for the first
+-- time, fits no more than they do.
+local function look_for(ask, wish, line)
+  if line and not ask.version and not ask.exclude[1] and redis.call('HEXISTS', KEY.BACKEND_ASKS, wish.id) == 0 then
+    local least = redis.call('ZRANGE', KEY.backends_sizes(wish.of), 0, 0, 'WITHSCORES')[2]
+    if least and ask.weight >= tonumber(least) then
+      verdicts = {full = 1}
+      return
+    end
+  end
+  return find(ask, wish)
 end
 
 -- Made where somebody waits, or is to: a script makes anew what it defines at each call, and most need nothing of it.
@@ -105,6 +120,11 @@ local function line_up() -- lazy
   -- The tenants that wait, with what they have, and what each unit of weight is due of so much. `freed`: what has just been given back, for it counted until now.
   local function standing(its, line, freed)
     local rows = redis.call('ZRANGE', line.tenants, 0, MOST_TENANTS - 1, 'WITHSCORES')
+    if not rows[3] then
+      -- One has nobody to be compared with.
+      redis.call('HSET', KEY.backends_grants(its), 'at', now, 'mean', rows[2] or '0')
+      return {rows[1] and {name = rows[1], weight = 1, passed = 0, at = 1, ids = {}, asks = {}, reserved = 0, ahead = 0}}
+    end
     local tenants, sum, weights, moved, reserved, others = {}, 0, 0, {}, {}, 0
     local has = redis.call('HGETALL', KEY.backends_reserved(its))
     for i = 1, #has, 2 do
@@ -274,7 +294,7 @@ local function line_up() -- lazy
             head = {id = id, ask = ask}
             if granted_to_others(its) + ask.past >= ask.weight and not kept(its) then keep_one(its, id, wish) end
             -- Small ones of a tenant that has its share already would fill every gap before a large one of others fits.
-            level = ask.admit and size > 0 and due(ask.admit * size)
+            level = due and ask.admit and size > 0 and due(ask.admit * size)
           end
           if plain and ask.weight <= tonumber(redis.call('ZRANGE', KEY.backends_sizes(its), 0, 0, 'WITHSCORES')[2]) then
             break
