@@ -50,7 +50,7 @@ def requests(n: int, votes: int, seed: int) -> list[RolloutRequest]:
             handler="rubric",
             task=asked,
             n=n,
-            sampling=SamplingParams(temperature=1.3, max_tokens=64),
+            sampling=SamplingParams(temperature=1.3, max_tokens=64, seed=seed),
             limits=Limits(max_turns=2),
         )
     ]

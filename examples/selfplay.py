@@ -40,7 +40,7 @@ def games(groups: int, n: int, opponent: str, seed: int) -> list[RolloutRequest]
             n=n,
             trained_roles=["opponent"],
             # Hot enough for mistakes: a game that both win teaches neither.
-            sampling=SamplingParams(temperature=1.3, max_tokens=64),
+            sampling=SamplingParams(temperature=1.3, max_tokens=64, seed=seed),
             limits=Limits(max_turns=4),
         )
         for task in make_tasks(groups, random.Random(seed).randrange(2**31))
