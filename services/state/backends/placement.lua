@@ -29,6 +29,19 @@ function operations.acquire(ask)
     if fact then return placed(ask, pinned, fact) end
     give_back(id)
   end
+  -- Who holds a place and waits for another could wait for those who wait so for its own. It takes the backend that it
+  -- has, if that serves the policy, or one by load alone.
+  local home = ask.slot and pin_of(ask.rollout)
+  if home then
+    local fact = still(ask, home, wish)
+    local fine = fact and not fact.paused and (not wish.version or fact.version == wish.version)
+    local beside = fine and {name = home, fact = fact} or choose(wish_of(ask, state[1]))
+    if beside then
+      if state[2] then line_up().leave(id) end
+      enter_backend(ask, beside)
+      return placed(ask, beside.name, beside.fact)
+    end
+  end
   local place, why = look_for(ask, wish, state[2])
   if not (state[2] and place) and not (not place and verdicts.full) then
     if place then

@@ -17,7 +17,7 @@ from services.state import keys
 from services.state import redis as state_redis
 from services.state.backends.store import BackendStore
 from services.state.redis import LoopConnection, connect
-from tests.helpers.heap import backend
+from tests.helpers.heap import backend, home
 from tests.helpers.llm_servers import free_port
 from workers import patience
 from workers.agent.llm import session
@@ -354,3 +354,16 @@ def test_the_first_reservation_is_what_prompts_of_that_handler_were_before():
         sizes.seen("math", Trajectory(chains=[chain]))
     assert sizes.expected("math", {}) == 1021
     assert sizes.expected("code", {}) < 5, "each handler has its own"
+
+
+def test_who_holds_a_place_waits_for_no_other_beside_those_who_wait_for_his(heap):
+    heap.put(backend("b", max_rollouts=2))
+    assert [home(heap.acquire(name)) for name in ("r1", "r2")] == ["b", "b"]
+    assert heap.acquire("r3").word == "full"
+    # Both players of a game are of one policy: were they to wait for each other, no game would go on.
+    assert [home(heap.acquire(name, slot="opponent1")) for name in ("r1", "r2")] == ["b", "b"]
+    assert heap.acquire("r4", slot="judge1").word == "full", "who holds nothing waits"
+    heap.put(backend("j", policies={"judge": "m"}, capacity_tokens=10))
+    assert home(heap.acquire("e1", slot="judge1", policy="judge", tokens=9)) == "j"
+    assert heap.acquire("e2", slot="judge1", policy="judge", tokens=9).word == "full"
+    assert home(heap.acquire("r1", slot="judge1", policy="judge", tokens=9)) == "j"
