@@ -98,8 +98,10 @@ class _Server:
             key=request.key,
         )
         versions = versions_of(backend, version_in(self._weights(engine)))
-        backend.versions = {policy: version for policy, version in versions.items() if version}
-        return backend.of(first)
+        known = {policy: version for policy, version in versions.items() if version}
+        described = backend.model_copy(update={"versions": known}).of(first)
+        # Of one alone `policy_version` says it all.
+        return described if len(policies) > 1 else described.model_copy(update={"versions": {}})
 
     def text_only(self, request: BackendRequest) -> Backend:
         """A server of which nothing is asked but `/v1/chat/completions`: who lists no models must be told."""

@@ -216,7 +216,7 @@ def test_a_server_serves_the_policies_that_are_named_each_by_a_model_of_its_own(
     # What an adapter leaves out is its base's.
     assert (backend.tokenizer, backend.max_model_len) == ("/models/base", 512)
     alone = described(routes, policies={"left": "l"})
-    assert (alone.policies, alone.versions) == ({"left": "l"}, {"left": "left=3&base=1"})
+    assert (alone.policies, alone.policy_version) == ({"left": "l"}, "left=3&base=1")
     assert described(routes).policies == {"default": "base"}
 
 
