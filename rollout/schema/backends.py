@@ -99,6 +99,13 @@ class Backend(BaseModel):
         """Each policy that it serves, with its model there."""
         return self.policies or {DEFAULT_POLICY: self.model}
 
+    @property
+    def cache_salt(self) -> str | None:
+        """What keeps an engine's cached prefixes apart: those of other weights, and of other policies."""
+        if self.policy == DEFAULT_POLICY or self.policy_version is None:
+            return self.policy_version
+        return f"{self.policy}={self.policy_version}"
+
     def of(self, policy: str) -> Backend:
         """The backend as it serves a policy.
 

@@ -189,7 +189,7 @@ class _Server:
 
     def _loads_adapters(self) -> bool:
         """Whether updates can load adapters: an empty request is refused where the route is there."""
-        answer = ask("POST", f"{self._url}/v1/load_lora_adapter", TIMEOUT_S, json={})
+        answer = self._ask("POST", f"{self._url}/v1/load_lora_adapter", TIMEOUT_S, json={})
         return answer.status in (400, 422)
 
     def _engine(self, card: dict[str, Any]) -> EngineName:

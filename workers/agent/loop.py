@@ -140,7 +140,7 @@ class AgentLoop:
             raise RunDiverged(
                 f"the turns so far are of tokenizer {before.tokenizer}, here is {self._codec.digest}"
             )
-        self._backend, self._cache_salt = backend, backend.policy_version
+        self._backend, self._cache_salt = backend, backend.cache_salt
         self._max_model_len = backend.max_model_len
         trajectory = self.trajectory
         trajectory.tokenizer = self._codec.digest

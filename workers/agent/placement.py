@@ -102,7 +102,7 @@ class Placements(Room):
                 break
             await asyncio.sleep(EXCHANGE_POLL_S)
         if backend is None or backend.policy_version == version:
-            return backend is not None
+            return backend is not None and policy not in backend.rejected
         return backend.healthy and await ask(self._store.knows_version, version, policy)
 
     async def kept(self, backend: Backend) -> bool | None:

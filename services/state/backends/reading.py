@@ -12,7 +12,7 @@ from services.state import keys
 
 LIVE_FIELDS = {
     *("healthy", "reachable", "error", "draining", "paused"),
-    *("live_rollouts", "load", "stats", "policy_version", "versions", "policy"),
+    *("live_rollouts", "load", "stats", "policy_version", "versions", "rejected", "policy"),
 }
 """Of `Backend`: kept apart from its description, because they change."""
 
@@ -50,9 +50,8 @@ def verdict_of(by: Literal["health", "weights"], policy: str) -> str:
 def _backend(raw: str, load: float, live: dict[str, str], policy: str | None = None) -> Backend:
     known, stats = described(raw), live.get("stats")
     versions = {name: live.get(f"version{keys.of(name)}") or None for name in known.served}
-    rejected = {name: live.get(f"rejected{keys.of(name)}") for name in known.served}
-    # All of its policies must be wrong before it is of no use.
-    wrong = rejected[policy] if policy else all(rejected.values())
+    told = ((name, live.get(f"rejected{keys.of(name)}")) for name in known.served)
+    rejected = {name: why for name, why in told if why}
     first = next(iter(known.served))
     backend = known.model_copy(
         update={
@@ -61,10 +60,11 @@ def _backend(raw: str, load: float, live: dict[str, str], policy: str | None = N
             "policy": first,
             "policy_version": versions[first],
             "versions": {name: version for name, version in versions.items() if version},
-            "healthy": "error" not in live and not wrong,
+            "rejected": rejected,
+            # All of its policies must be wrong before it is of no use.
+            "healthy": "error" not in live and len(rejected) < len(known.served),
             "reachable": "error" not in live,
-            "error": live.get("error")
-            or (rejected[policy] if policy else next(filter(None, rejected.values()), None)),
+            "error": live.get("error") or next(iter(rejected.values()), None),
             "draining": "draining" in live,
             "paused": "paused" in live,
             "stats": BackendStats.model_validate_json(stats) if stats else None,

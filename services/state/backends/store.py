@@ -151,10 +151,11 @@ class BackendStore:
             by: Whose verdict it is: a health probe's, or a weight update's. Each recovers on its own.
             policy: Whose weights are wrong. Calls of other policies go on.
         """
-        named = by == "weights" and policy != DEFAULT_POLICY
         known = self._set(backend_id, verdict_of(by, policy), error or "unknown")
         if known:
-            self._redis.publish(keys.BACKEND_DOWN_CHANNEL, f"{backend_id} {policy}" if named else backend_id)
+            backend = self.get(backend_id)
+            alone = by == "health" or backend is None or [*backend.served] == [DEFAULT_POLICY]
+            self._redis.publish(keys.BACKEND_DOWN_CHANNEL, backend_id if alone else f"{backend_id} {policy}")
         return known
 
     def recover(
@@ -193,8 +194,8 @@ class BackendStore:
 
     def knows_version(self, version: str | None, policy: str = DEFAULT_POLICY) -> bool:
         """Whether an update has brought weights of this version of the policy to the fleet."""
-        sequence = f"policy{keys.of(policy)}:sequence"
-        return version is not None and self._redis.zscore(sequence, version) is not None
+        known = keys.policy_sequence(keys.of(policy))
+        return version is not None and self._redis.zscore(known, version) is not None
 
     # -- rollouts ----------------------------------------------------------------------------
 
