@@ -56,9 +56,6 @@ def list_backends(as_json: bool, url: str | None) -> None:
     help="A policy that it serves, with its adapter's name there; may be given several times. [default: as "
     "before, or default]",
 )
-@click.option(
-    "--key", help="Name of the file with what calls to it carry, in the service's directory of them."
-)
 @click.option("--text-only", is_flag=True, help="It tells no token ids: for judges and users alone.")
 @click.option("--tokenizer", help="Path or hub name. [default: as the server says]")
 @click.option("--logprobs-mode", type=click.Choice(["raw_logprobs", "processed_logprobs"]))

@@ -51,7 +51,6 @@ def describe(request: BackendRequest) -> Backend:
         return server.text_only(request) if request.text_only else server.describe(request)
     except EngineKeyProblem as error:
         raise DescribeError("key", str(error)) from None
-        raise DescribeError("key", str(error)) from None
     except requests.RequestException as error:
         text = f"{url} does not answer as an LLM server: {text_of(error)}"
         raise DescribeError("url", text) from error

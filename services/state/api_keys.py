@@ -20,7 +20,7 @@ from typing import Any
 import redis
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, model_validator
 
-from rollout.schema.base import DEFAULT_POLICY, PolicyName
+from rollout.schema.base import PolicyName
 from services.state import keys
 from services.state.tenants import Tenant, check_name, tenants_of
 
@@ -45,7 +45,6 @@ class Scope(StrEnum):
 
 TRAIN = "train:{name}"
 """Bring weights to a policy, forget them, see how that goes. For routes with its `name` in their address."""
-TRAIN_DEFAULT = TRAIN.format(name=DEFAULT_POLICY)
 SHARED = (Scope.READ, Scope.OPERATE)
 """Either of them is enough to see what all tenants share."""
 _FIRST = frozenset(("submit", "read", "metrics", "admin"))

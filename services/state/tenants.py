@@ -54,8 +54,6 @@ class Tenant(BaseModel):
     """Names or patterns (`swe-*`) of handlers."""
     images: tuple[str, ...] | None = None
     """Names or patterns of sandbox images."""
-    policies: tuple[str, ...] | None = None
-    """Names or patterns of policies that its rollouts may call."""
     runtimes: tuple[str, ...] | None = None
     """Sandbox runtimes that a request may name; None = all that isolate."""
     policies: tuple[str, ...] | None = None
