@@ -23,6 +23,7 @@ from services.state.tenants import Tenant
 from tests.helpers.tenants import World
 
 SHARED = "read operate"
+SEEN = f"read {TRAIN}"
 DEFAULT = "train:default"
 ROUTES = {
     "GET /": None,
@@ -61,10 +62,15 @@ ROUTES = {
     "GET /v1/groups/<group_id>/page": "read",
     "GET /v1/handlers": "read",
     "GET /v1/live": "read",
-    "GET /v1/policy": f"read {DEFAULT}",
-    "POST /v1/policy": DEFAULT,
-    "DELETE /v1/policy": DEFAULT,
-    "GET /v1/policy/updates/<update_id>": f"read {DEFAULT}",
+    "GET /v1/policies": SHARED,
+    "GET /v1/policies/<name>": SEEN,
+    "POST /v1/policies/<name>": TRAIN,
+    "DELETE /v1/policies/<name>": TRAIN,
+    "GET /v1/policies/<name>/updates/<update_id>": SEEN,
+    "GET /v1/policy": SEEN,
+    "POST /v1/policy": TRAIN,
+    "DELETE /v1/policy": TRAIN,
+    "GET /v1/policy/updates/<update_id>": SEEN,
     "GET /v1/reports": "read",
     "POST /v1/reports": "submit",
     "GET /v1/reports/<run>": "read",
@@ -87,14 +93,7 @@ ROUTES = {
     "GET /v1/webhooks": "admin",
     "POST /v1/webhooks/redeliver": "admin",
 }
-ROUTES |= {  # TODO at the merge: a part of the table above
-    "GET /v1/policies": SHARED,
-    "GET /v1/policies/<name>": "read train:{name}",
-    "POST /v1/policies/<name>": "train:{name}",
-    "DELETE /v1/policies/<name>": "train:{name}",
-    "GET /v1/policies/<name>/updates/<update_id>": "read train:{name}",
-}
-"""What each needs: one of these scopes; None = nothing."""
+"""What each needs: one of these scopes; None = nothing. The name is that of the address, else `default`."""
 
 TRAINED = {"train:a", "train:b", DEFAULT}
 HELD = {
@@ -147,25 +146,9 @@ ENDLESS = {
 """Streams, and a query with which they refuse instead."""
 
 
-def serve_policies(app: Flask) -> None:
-    """TODO at the merge: to be removed, with the real routes there."""
-    if any(rule.rule == "/v1/policies" for rule in app.url_map.iter_rules()):
-        return
-
-    def view(**_):
-        return {}
-
-    for route, needed in ROUTES.items():
-        method, rule = route.split(" ", 1)
-        if rule.startswith("/v1/policies"):
-            declared = operation(scope=tuple(needed.split()))(view)
-            app.add_url_rule(rule, f"{method} {rule}", declared, methods=[method])
-
-
 @pytest.fixture
 def world(world) -> World:
     """A service with another tenant's things in it, and a key of ours for each entry of `HELD`."""
-    serve_policies(world.app)
     world.key(VICTIM)
     its = {"tags": [MARK], "metadata": {"note": MARK}, "handler": "noop"}
     assert world.submit(VICTIM, **its, id="its-rollout", group_id="its-group").status_code == 202
@@ -231,7 +214,7 @@ def test_who_has_not_the_scope_is_refused_and_changes_nothing_and_who_has_it_is_
             assert call(world, route, None).status_code not in (401, 403) or route == "POST /v1/session"
             continue
         assert call(world, route, None, policy).status_code == 401, route
-        scopes = needed.format(name=policy).split()
+        scopes = needed.format(name=policy if "<name>" in route else "default").split()
         for who, held in HELD.items():
             if held.isdisjoint(scopes):
                 refused = call(world, route, who, policy)
@@ -247,6 +230,7 @@ def test_who_has_not_the_scope_is_refused_and_changes_nothing_and_who_has_it_is_
     # The calls that were refused are such as do something.
     assert changed >= {
         "POST /v1/policy",
+        "POST /v1/policies/<name>",
         "DELETE /v1/backends/<backend_id>",
         "POST /v1/backends/<backend_id>/drain",
         "POST /v1/rollouts",
@@ -343,6 +327,34 @@ def test_a_trainer_s_key_brings_weights_to_its_policy_and_follows_them_and_does_
         assert world.get(path, key).status_code == 403
 
 
+def test_an_update_is_known_by_its_own_policy_s_name_alone(world):
+    world.gate.backends.put(ENGINES[0])
+    lora = {"version": "2", "path": "/weights", "lora": {}}
+    made = world.post("/v1/policies/b", "train:a", lora)
+    assert made.status_code == 403
+    of_b = world.keys.create(ME, ["train:b"])[1]
+    made = world.post("/v1/policies/b", of_b, lora).json["id"]
+    assert world.get(f"/v1/policies/b/updates/{made}", of_b).json["policy"] == "b"
+    for path, who in ((f"/v1/policies/a/updates/{made}", "train:a"), (f"/v1/policy/updates/{made}", DEFAULT)):
+        for key in (who, "operate", "admin"):
+            answer = world.get(path, key)
+            assert answer.status_code == 404 and answer.json["title"] == "No such update", (path, key)
+    assert world.get("/v1/policies/a", "train:a").json["update"] is None
+
+
+@pytest.mark.parametrize(
+    "name", ["A", "a b", "-a", "a%0a", "a*", "a'", "{name}", "%ef%bd%81", "a" * 64, "nobody"]
+)
+def test_a_view_refuses_what_is_no_policy_s_name_and_a_name_that_nobody_has(world, name):
+    world.gate.backends.put(ENGINES[0])
+    before = all_of(world)
+    for method, rest in (("GET", ""), ("POST", ""), ("DELETE", ""), ("GET", "/updates/none")):
+        body = None if method == "GET" else {"version": "2"}
+        refused = world.call(method, f"/v1/policies/{name}{rest}", "admin", json=body)
+        assert refused.status_code == 404 and refused.json["title"] == "No such policy", refused.text
+    assert all_of(world) == before
+
+
 def test_a_trainer_names_no_adapter_of_another_policy(world):
     policies = {"default": "adapter", "b": "adapter-of-b"}
     world.gate.backends.put(ENGINES[0].model_copy(update={"policies": policies}))
@@ -351,7 +363,8 @@ def test_a_trainer_names_no_adapter_of_another_policy(world):
     before = all_of(world)
     refused = world.post("/v1/policy", key, lora)
     assert refused.status_code == 400 and refused.json["errors"][0]["field"] == "lora.name"
-    assert "policy 'b'" in refused.text and all_of(world) == before
+    assert "serves policy 'default' as model 'adapter', and 'adapter-of-b' is another" in refused.text
+    assert all_of(world) == before
     assert world.post("/v1/policy", key, {**lora, "lora": {"name": "adapter"}}).status_code == 202
 
 
@@ -372,6 +385,9 @@ def test_a_tenant_s_requests_name_only_policies_that_it_may_name(world):
     assert refused(requests=[named, {**named, "policy": "team"}]) == ["requests.1.policy"]
     assert refused("/v1/batches", prompts=[named, {"handler": "noop"}], n=2, groups=1) == ["prompts.1.policy"]
     assert all_of(world) == before
+    # What it may name has to be there, too.
+    assert world.post("/v1/rollouts", key, named).status_code == 400
+    world.gate.backends.put(ENGINES[0].model_copy(update={"policies": {"team-a": "m"}}))
     assert world.post("/v1/rollouts", key, named).status_code == 202
     batch = world.post("/v1/batches", key, {"prompts": [named], "n": 2, "groups": 1, "closed": False})
     assert batch.status_code == 202
