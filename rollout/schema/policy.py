@@ -7,7 +7,7 @@ import math
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_serializer, model_validator
 
 from rollout.schema.base import DEFAULT_POLICY, MAX_INT32, Identifier, Items, Strict, TokenId, new_id
 
@@ -141,6 +141,12 @@ class PolicyRequest(Strict):
                 raise ValueError("`backends` are not those of `transfer.ranks`; leave them out")
             self.backends = sorted(transfer.ranks)
         return self
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, dump):
+        """Without a word of newer releases where it says nothing: a release that knows none refuses it."""
+        fields = dump(self)
+        return fields if self.transfer else {name: fields[name] for name in fields if name != "transfer"}
 
     @property
     def only_connects(self) -> bool:

@@ -189,3 +189,12 @@ def test_an_engine_that_answers_a_step_without_end_has_failed_it():
     endless = {"POST /continue_generation": " " * (17 << 20)}
     with describing(endless) as url, pytest.raises(ControlError, match="more than"):
         control_of(backend(url), 5.0).resume()
+
+
+def test_an_update_is_written_as_releases_that_know_no_transfer_read_it():
+    old = PolicyRequest(version="v1", path="/w")
+    assert (
+        "transfer" not in old.model_dump() and PolicyRequest.model_validate_json(old.model_dump_json()) == old
+    )
+    sent = PolicyRequest(version="v1", transfer={"backend": "ipc", "update_info": {"names": []}})
+    assert PolicyRequest.model_validate_json(sent.model_dump_json()) == sent
