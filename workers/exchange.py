@@ -127,8 +127,8 @@ class Exchange:
             engine.load(request.path, request.version)
         elif request.transfer and not request.only_connects:
             engine.receive(request.transfer)
-            # Another worker may have given it up meanwhile; then it is neither labelled nor resumed.
-            self._enter(BackendUpdateState.LOADING, report)
+        # Another worker may have it in hand by now; then it is neither labelled nor resumed.
+        self._enter(BackendUpdateState.LOADING, report)
         engine.label(label)
         if request.reset_prefix_cache:
             engine.reset_cache()
@@ -144,7 +144,7 @@ class Exchange:
         try:
             told = split(current_label(self._backend) or "")
         except ProbeError as error:
-            raise ControlError(str(error)) from error
+            raise ControlError(str(error), harmless=True) from error
         known = {policy: label for policy, label in told.items() if policy in self._backend.served}
         return joined(known | {self._backend.policy: version})
 

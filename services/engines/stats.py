@@ -15,7 +15,7 @@ from rollout.schema import Backend, BackendStats
 from services.engines.address import Answer, ask, json_object, root, text_of
 from services.engines.checks import as_version
 from services.engines.credentials import refusal
-from services.engines.labels import versions_of
+from services.engines.labels import is_shared, versions_of
 
 HEALTH_TIMEOUT_S = 5.0
 """An idle server answers in milliseconds; one that samples on all its cores has taken a second."""
@@ -133,14 +133,14 @@ def current_label(backend: Backend, timeout_s: float = HEALTH_TIMEOUT_S) -> str 
     None when it does not say (vLLM tells only with `VLLM_SERVER_DEV_MODE=1`).
 
     Raises:
-        ProbeError: It cannot be reached, or does not accept its key.
+        ProbeError: It cannot be reached, does not accept its key, or fails to say it for several policies.
     """
     for route in () if backend.api == "chat" else WEIGHT_ROUTES[backend.engine]:
         answer = _ask(backend, route, timeout_s)
         if answer.status == 200:
             return version_in(json_object(answer))
-        if answer.status == 401 and backend.key:
-            # /health is open to all, calls are not.
+        if (answer.status == 401 and backend.key) or (answer.status >= 500 and is_shared(backend)):
+            # /health is open to all, calls are not. And to say nothing of one policy would unname all.
             raise ProbeError(_refused(backend, answer))
     return None
 

@@ -104,6 +104,8 @@ def test_a_trainer_connects_and_sends_while_rollouts_run_and_every_token_has_its
     wait_until(
         lambda: world.engine("/weight_info") == {"weight_version": "step-0"}, PATIENCE_S, "it to connect"
     )
+    # The engine is labelled before the update's end is written.
+    wait_until(lambda: world.client.policy().current is not None, PATIENCE_S, "the end of the update")
     assert world.client.policy().current.version == "step-0"
     ids = world.submit(4)
     before = world.generated()

@@ -9,7 +9,7 @@ import pytest
 from rollout.policy import BackendUpdate, PolicyRequest, PolicyUpdate
 from rollout.schema import Backend
 from services.engines.control import ControlError, control_of
-from services.state.policy.store import identity_of, outcome
+from services.state.policy.store import LeaseLost, identity_of, outcome
 from tests.helpers.described import describing
 from workers.exchange import Exchange
 
@@ -156,6 +156,38 @@ def test_vllm_loads_an_adapter_in_place_of_the_one_of_that_name():
         control_of(backend(url, **VLLM), 10).load_adapter("policy", "/adapter")
     body = {"lora_name": "policy", "lora_path": "/adapter", "load_inplace": True}
     assert calls == [("/v1/load_lora_adapter", body)]
+
+
+SHARED = {"model": "l", "policy": "left", "policies": {"left": "l", "right": "r"}, **VLLM}
+ADAPTER = {
+    f"POST /{step}": 200 for step in ("pause", "v1/load_lora_adapter", "update_weight_version", "resume")
+}
+
+
+def test_an_engine_that_fails_to_name_its_other_policies_keeps_all_that_it_has():
+    store, calls = Store(), []
+    with describing(ADAPTER | {"GET /weight_info": 503}, calls) as url:
+        adapter = PolicyRequest(version="v1", path="/a", lora={})
+        done = Exchange(store, backend(url, **SHARED), adapter).run(lambda _: None)
+    assert done.state == "failed" and "HTTP 503" in done.error
+    assert [path for path, _ in calls] == ["/pause", "/weight_info", "/resume"]
+    assert store.orders == [("pause", "s"), ("resume", "s")]
+
+
+def test_a_worker_that_lost_its_lease_while_an_adapter_was_loaded_labels_nothing():
+    store, calls, steps = Store(), [], []
+
+    def report(progress):
+        steps.append(progress.state.value)
+        if steps[-2:] == ["loading", "loading"]:
+            raise LeaseLost("another worker goes on")
+
+    weights = {"GET /weight_info": {"weight_version": "left=1&right=7"}}
+    with describing(ADAPTER | weights, calls) as url, pytest.raises(LeaseLost):
+        request = PolicyRequest(version="v1", path="/a", lora={})
+        Exchange(store, backend(url, **SHARED), request).run(report)
+    assert [path for path, _ in calls] == ["/pause", "/weight_info", "/v1/load_lora_adapter"]
+    assert store.orders == [("pause", "s")]
 
 
 def test_a_route_that_is_missing_is_reported_with_the_remedy():
