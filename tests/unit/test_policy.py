@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
+from click.testing import CliRunner
 
-from rollout.policy import BackendUpdate, PolicyRequest, PolicyUpdate
-from rollout.schema import Backend
+from rollout.cli import policy as policy_commands
+from rollout.errors import ApiError
+from rollout.policy import BackendUpdate, PolicyRequest, PolicyStatus, PolicyUpdate
+from rollout.schema import Backend, Problem
 from services.engines.control import ControlError, control_of
 from services.state.policy.store import LeaseLost, identity_of, outcome
 from tests.helpers.described import describing
@@ -230,3 +234,19 @@ def test_an_update_is_written_as_releases_that_know_no_transfer_read_it():
     )
     sent = PolicyRequest(version="v1", transfer={"backend": "ipc", "update_info": {"names": []}})
     assert PolicyRequest.model_validate_json(sent.model_dump_json()) == sent
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_who_may_not_see_all_policies_or_asks_an_older_gateway_is_shown_the_default_one(monkeypatch, status):
+    class Client:
+        def policies(self):
+            raise ApiError(status, Problem(title="no", status=status))
+
+        def policy(self, name):
+            return PolicyStatus(name=name, current=None, update=None, history=[])
+
+    monkeypatch.setattr(policy_commands, "connect", lambda url: nullcontext(Client()))
+    shown = CliRunner().invoke(policy_commands.policy, [])
+    assert shown.exit_code == 0 and "none: backends of any weights" in shown.output, shown.output
+    refused = CliRunner().invoke(policy_commands.policy, ["show", "--all"])
+    assert isinstance(refused.exception, ApiError)
