@@ -145,8 +145,7 @@ class PolicyRequest(Strict):
     @model_serializer(mode="wrap")
     def _as_before(self, dump):
         """Without a word of newer releases where it says nothing: a release that knows none refuses it."""
-        fields = dump(self)
-        return fields if self.transfer else {name: fields[name] for name in fields if name != "transfer"}
+        return {name: value for name, value in dump(self).items() if name != "transfer" or value}
 
     @property
     def only_connects(self) -> bool:

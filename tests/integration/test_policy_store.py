@@ -534,3 +534,12 @@ def test_current_weights_of_another_kind_are_not_brought_to_who_comes_late(
         assert WeightUpdates(store, fleet, "worker").bring_current(fleet.get("d").of("left")) is False
     assert why in told.info.call_args.kwargs["error"] and engines.asked == []
     assert not fleet.get("d").paused and fleet.get("d").rejected == {}
+
+
+def test_a_backend_that_serves_a_policy_no_more_does_not_have_its_weights(store, fleet):
+    fleet.put(sglang("a").model_copy(update={"policies": {"red": "m"}, "policy": "red"}))
+    fleet.want_version("v0", policy="red")
+    assert store.forget("red") == ["a"]
+    fleet.put(sglang("a"))
+    assert store.forget("red", gone=True) == [] and fleet.wanted_version("red") is None
+    assert fleet.get("a").policy_version == "v0"

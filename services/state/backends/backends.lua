@@ -1,7 +1,6 @@
 -- needs: full backends/waiting
 -- The backends that there are; see store.py for what each operation means.
 
-
 -- A call to the backend failed.
 function operations.suspect(ask) return redis.call('HINCRBY', KEY.BACKEND_SUSPECTS, ask.backend, 1) end
 
@@ -49,7 +48,10 @@ function operations.put(ask)
     before[its] = nil
   end
   redis.call('HSET', key, 'capacity', ask.capacity, 'most', ask.most)
-  for its in pairs(before) do leave_heap(its, id) end
+  for its in pairs(before) do
+    leave_heap(its, id)
+    redis.call('HDEL', key, 'version' .. its, 'rejected' .. its)
+  end
   for _, policy in ipairs(ask.policies) do note_size(of(policy)) end
   redis.call('HSETNX', key, 'live', 0)
   -- It comes to a fleet at work.

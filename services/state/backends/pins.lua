@@ -159,7 +159,6 @@ local function choose(wish, skip)
   return best
 end
 
-
 -- Where a rollout is to go, and why there: its group's backend, unless that is loaded, or the one of `choose`.
 local function find(ask, wish)
   local best, barred = choose(wish)

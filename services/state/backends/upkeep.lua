@@ -93,6 +93,7 @@ function operations.reconcile()
     redis.call('HSET', KEY.BACKEND_GROUPS, group, its.backend .. ' ' .. its.members)
   end
   for its in pairs(tenants) do
+    note_size(its)
     if redis.call('EXISTS', KEY.backends_line(its)) == 1 then line_up().grant(its) end
   end
   return corrections

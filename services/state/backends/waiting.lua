@@ -369,10 +369,11 @@ local function release_backend(id)
   for slot in (redis.call('HGET', KEY.record(id), 'slots') or ''):gmatch('%S+') do ids[#ids + 1] = id .. '|' .. slot end
   for _, each in ipairs(ids) do
     local freed = unpin(each)
-    local policy = freed and owners(freed.label)
     if not freed then line_up().leave(each) end
-    if freed and redis.call('EXISTS', KEY.BACKEND_WAITED, KEY.backends_line(of(policy))) > 0 then
-      redis.call('PUBLISH', KEY.BACKEND_ROOM_CHANNEL, '')
+    for policy in (freed and (freed.policies or 'default') or ''):gmatch('%S+') do
+      if redis.call('EXISTS', KEY.BACKEND_WAITED, KEY.backends_line(of(policy))) > 0 then
+        redis.call('PUBLISH', KEY.BACKEND_ROOM_CHANNEL, '')
+      end
     end
   end
   redis.call('HDEL', KEY.record(id), 'reserved', 'slots')

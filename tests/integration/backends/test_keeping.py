@@ -121,6 +121,28 @@ def test_a_group_has_a_home_while_it_has_members_and_the_same_after_a_repair(hea
         assert client.hgetall(keys.BACKEND_GROUPS) == ({"g": f"{second} {members}"} if members else {})
 
 
+def test_how_much_backends_hold_that_an_earlier_release_registered_is_noted(heap, client):
+    put(heap, "a", "b", capacity_tokens=100)
+    size = client.hget(keys.backends_grants(""), "size")
+    client.delete(keys.backends_grants(""))
+    heap.reconcile()
+    assert float(client.hget(keys.backends_grants(""), "size")) == float(size) > 0
+
+
+def test_who_waits_with_another_policy_hears_of_a_rollout_that_ended(heap, rollouts, client):
+    put(heap, "a", max_rollouts=1, policies={"red": "m", "blue": "n"})
+    rollout_id, claim = running(rollouts, policy="red")
+    waiting, other = running(rollouts, policy="blue")
+    assert heap.acquire(rollout_id, tokens=1, fence=claim.fence, policy="red").word == "ok"
+    assert heap.acquire(waiting, tokens=1, fence=other.fence, policy="blue").word == "full"
+    with client.pubsub(ignore_subscribe_messages=True) as heard:
+        heard.subscribe(keys.BACKEND_ROOM_CHANNEL)
+        assert heard.get_message(timeout=1) is None
+        rollouts.finish(claim, Finish("failed"))
+        assert heard.get_message(timeout=5)["channel"] == keys.BACKEND_ROOM_CHANNEL
+    assert heap.acquire(waiting, tokens=1, fence=other.fence, policy="blue").word == "ok"
+
+
 def test_a_removed_backend_does_not_come_back_with_a_negative_load(heap):
     put(heap, "a")
     heap.acquire("x")
