@@ -35,7 +35,6 @@ FIRST_RETRY_S, LAST_RETRY_S = 5.0, 120.0
 """Pauses after a backend did not catch up, doubling from the first to the last."""
 LOCK_POLL_S = 0.05
 """A backend that another thread or worker has in hand is asked for so often. Rare: catch-up meets update."""
-
 IN_HAND = "another policy's update had the backend in hand for too long; ask again"
 
 

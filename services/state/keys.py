@@ -275,8 +275,6 @@ POLICY_ENDED = "policy:ended"
 """Stream: ids of updates that ended, of all policies."""
 policy_totals = Key("policy<of>:totals")
 """Hash: sums for /metrics."""
-
-
 BATCHES = "batches"
 """Sorted set: batch ids by time of creation (ms)."""
 BATCHES_TODO = "batches:todo"

@@ -543,3 +543,19 @@ def test_a_backend_that_serves_a_policy_no_more_does_not_have_its_weights(store,
     fleet.put(sglang("a"))
     assert store.forget("red", gone=True) == [] and fleet.wanted_version("red") is None
     assert fleet.get("a").policy_version == "v0"
+
+
+def test_a_policy_whose_adapter_is_absent_is_rejected_from_the_first_moment_on(fleet, redis):
+    absent = {"left": "not loaded yet"}
+    both = {"policies": {"left": "l", "right": "m"}, "policy": "left", "rejected": absent}
+    fleet.put(sglang("a").model_copy(update=both | {"rejected": {}}))
+    assert fleet.get("a").rejected == {}
+    orders = []
+    with mock.patch.object(
+        fleet, "_do", lambda *args, _do=fleet._do, **more: orders.append(args) or _do(*args, **more)
+    ):
+        fleet.put(sglang("a").model_copy(update=both))
+    assert orders == [("put",)] and fleet.get("a").rejected == absent
+    assert not fleet.get("a", "left").healthy and fleet.get("a", "right").healthy
+    fleet.put(sglang("a").model_copy(update=both | {"rejected": {}}))
+    assert fleet.get("a").rejected == {}

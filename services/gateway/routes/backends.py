@@ -58,10 +58,7 @@ def register(request: BackendRequest) -> Backend:
         backend = describe(request.model_copy(update=given))
     except DescribeError as error:
         raise invalid(error.field, error.message) from None
-    added = store.put(backend, drain=request.drain)
-    for policy, why in backend.rejected.items():
-        store.fail(backend.id, why, policy=policy)
-    return (store.get(backend.id) or added) if backend.rejected else added
+    return store.put(backend, drain=request.drain)
 
 
 @blueprint.get("/backends/<backend_id>")

@@ -26,7 +26,7 @@ local function served(backend)
   return policies, text
 end
 
--- {backend, described, capacity, most, policies, versions, drain}; versions by policy
+-- {backend, described, capacity, most, policies, versions, rejected, drain}; versions and what is wrong by policy
 function operations.put(ask)
   local id, key, before = ask.backend, KEY.backend(ask.backend), served(ask.backend)
   local fresh = redis.call('HSET', KEY.BACKENDS, id, ask.described) == 1
@@ -45,6 +45,7 @@ function operations.put(ask)
     redis.call('ZADD', KEY.backends_chosen(its), 'NX', 0, id)
     redis.call('HSET', key, 'version' .. its, ask.versions[policy] or '')
     redis.call('HDEL', key, 'rejected' .. its)
+    if ask.rejected[policy] then redis.call('HSET', key, 'rejected' .. its, ask.rejected[policy]) end
     before[its] = nil
   end
   redis.call('HSET', key, 'capacity', ask.capacity, 'most', ask.most)
@@ -54,8 +55,7 @@ function operations.put(ask)
   end
   for _, policy in ipairs(ask.policies) do note_size(of(policy)) end
   redis.call('HSETNX', key, 'live', 0)
-  -- It comes to a fleet at work.
-  if fresh and busy then redis.call('HSET', key, 'ramp', 1) end
+  if fresh and busy then redis.call('HSET', key, 'ramp', 1) end  -- it comes to a fleet at work
   redis.call('HDEL', key, 'error')
   if ask.drain then redis.call('HSET', key, 'draining', 1) end
   room(id, table.concat(ask.policies, ' '))

@@ -106,6 +106,7 @@ class BackendStore:
             most=backend.max_rollouts or 0,
             policies=served,
             versions={policy: versions.get(policy) or "" for policy in served},
+            rejected=backend.rejected,
             drain=drain,
         )
         return self.get(backend.id) or backend
