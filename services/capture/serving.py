@@ -428,7 +428,7 @@ class Service:
             known.sampling,
             _seed(known, place),
             frozenset(codec.stop_token_ids),
-            known.first.policy_version,
+            known.first.cache_salt,
             codec.end_ids,
             codec.vocab_size,
         )
