@@ -61,9 +61,9 @@ def read(
 
 
 def sample(rollout: Rollout) -> dict[str, Any] | None:
-    """The last chain as parallel arrays; None for what must not be trained on, or has no tokens."""
+    """The agent's last chain as parallel arrays; None for what must not be trained on, or has no tokens."""
     trajectory = rollout.trajectory
-    if rollout.drop or rollout.reward is None or trajectory is None or not trajectory.chains:
+    if rollout.drop or rollout.reward is None or trajectory is None or not trajectory.own:
         return None
     return {
         "id": rollout.id,
