@@ -54,6 +54,8 @@ def samples_of(group: Group, advantages: Callable[[Sequence[float]], list[float]
     samples = []
     for place, rollout in enumerate(rollouts):
         for chain in filter(teaches, rollout.trajectory.chains):
+            if chain.policy not in (None, rollout.request.policy):
+                continue  # another model, which this trainer does not have
             prompt = [False] * len(chain.prompt_ids)
             samples.append(
                 Sample(

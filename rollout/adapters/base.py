@@ -84,8 +84,12 @@ def trajectory_of(rollout: Rollout) -> Trajectory | None:
         return None
 
 
-def samples(rollout: Rollout) -> list[Sample]:
-    """Its chains to learn from, in which something was sampled; none where no model call was made."""
+def samples(rollout: Rollout, policy: str | None = None) -> list[Sample]:
+    """Its chains to learn from, in which something was sampled; none where no model call was made.
+
+    Args:
+        policy: Those of this one alone, which may have a tokenizer of its own; None = of all.
+    """
     trajectory = trajectory_of(rollout)
     chains = [] if trajectory is None else trajectory.chains
     keep = int(usable(rollout))
@@ -100,7 +104,7 @@ def samples(rollout: Rollout) -> list[Sample]:
             policy_versions=chain.policy_versions,
         )
         for chain in chains
-        if teaches(chain)
+        if teaches(chain) and policy in (None, chain.policy or rollout.request.policy)
     ]
 
 

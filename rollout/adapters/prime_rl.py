@@ -20,6 +20,7 @@ def training_samples(
     advantage: float | None = None,
     role_advantages: Mapping[str, float] | None = None,
     env_name: str | None = None,
+    policy: str | None = None,
 ) -> list[dict[str, Any]]:
     """Arguments of `TrainingSample`, one a chain; none for a dropped rollout, which teaches nothing.
 
@@ -30,11 +31,15 @@ def training_samples(
             set, which prime-rl's trainer takes only where a sample's weights for RL are 0.
         role_advantages: Of roles that other policies play and that are trained; the others have `advantage`.
         env_name: None = the handler's name.
+        policy: Whose trainer it is for; None = the one that the request names.
+
+    Raises:
+        ValueError: There is none for a role that has a reward of its own.
     """
     if not usable(rollout):
         return []
     rows = []
-    for sample in samples(rollout):
+    for sample in samples(rollout, policy or rollout.request.policy):
         prompt = len(sample.prompt_ids)
         tokens = sample.prompt_ids + sample.response_ids
         mask = [False] * prompt + [bit == 1 for bit in sample.loss_mask]
@@ -45,7 +50,10 @@ def training_samples(
             "temperatures": [rollout.request.sampling.temperature] * len(tokens),
             "env_name": env_name or rollout.handler,
         }
-        value = (role_advantages or {}).get(sample.chain.role, advantage)
+        role = sample.chain.role
+        value = (role_advantages or {}).get(role, advantage)
+        if value is not None and role in rollout.role_rewards and role not in (role_advantages or {}):
+            raise ValueError(f"role {role!r} has a reward of its own: say what with `role_advantages`")
         rows.append(row if value is None else row | {"advantages": [value * bit for bit in mask]})
     return rows
 

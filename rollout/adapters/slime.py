@@ -14,7 +14,12 @@ from rollout.schema.trajectory import OTHER_ROLES
 
 
 def sample_dicts(
-    group: Sequence[Rollout], *, group_index: int, first_index: int = 0, centred: bool = False
+    group: Sequence[Rollout],
+    *,
+    group_index: int,
+    first_index: int = 0,
+    centred: bool = False,
+    policy: str | None = None,
 ) -> list[dict[str, Any]]:
     """One `Sample` a chain; the chains of a rollout share `rollout_id`, by which slime weighs them as one.
 
@@ -24,13 +29,14 @@ def sample_dicts(
         centred: Give advantages for rewards, each rollout counted once in its group's mean. It goes with
             `--disable-rewards-normalization`: slime itself takes the mean of a batch's samples as soon as one
             rollout has several.
+        policy: Whose trainer it is for; None = the one that the request names.
     """
     rows = []
     values_of = advantages if centred else rewards
     values = {role: values_of(group, role) for role in ("agent", *OTHER_ROLES)}
     for number, rollout in enumerate(group):
         # Without a turn there is nothing to learn from, but slime counts the members of a group.
-        for sample in samples(rollout) or [weightless()]:
+        for sample in samples(rollout, policy or rollout.request.policy) or [weightless()]:
             place = {"group_index": group_index, "index": first_index + len(rows)}
             place["rollout_id"] = first_index + number
             rows.append(

@@ -27,14 +27,13 @@ class Duel(Calculator):
     Task = DuelTask
 
     async def run(self, ctx: RunContext[DuelTask]) -> FinishReason:
-        other = asyncio.ensure_future(self._play_opponent(ctx))
-        try:
-            reason = await super().run(ctx)
-            await other
-            return reason
-        finally:
-            other.cancel()
-            await asyncio.gather(other, return_exceptions=True)
+        # Each plays to its end: who is cut off because the other has broken its sandbox has not lost.
+        sides = self._play_opponent(ctx), super().run(ctx)
+        ends = await asyncio.gather(*sides, return_exceptions=True)
+        for end in ends:
+            if isinstance(end, BaseException):
+                raise end
+        return ends[1]
 
     async def _play_opponent(self, ctx: RunContext[DuelTask]) -> None:
         try:
