@@ -13,7 +13,7 @@ from sandbox.errors import SandboxError, SandboxGone
 from services.state.rollouts.payloads import PayloadError
 from services.state.rollouts.store import Claim, Finish
 from workers.errors import AgentFault, HandlerError, InfrastructureError, StageTimeout
-from workers.handlers.base import AgentHandler, EvalContext, Reward, check_artifacts
+from workers.handlers.base import EvalContext, Reward, check_artifacts
 from workers.patience import time_limit
 from workers.stage import StageRun, consult, outcome_fields
 
@@ -41,7 +41,7 @@ async def evaluate(run: StageRun) -> Finish:
     limit = claim.request.limits.eval_timeout_s
     try:
         async with time_limit(limit, StageTimeout, f"EVAL took longer than eval_timeout_s = {limit:g}"):
-            reward = await _score(handler, ctx)
+            reward = await _score(run, ctx)
         _check(reward, handler.name)
         more = handler.metrics(ctx, reward)
     except (SandboxError, AgentFault) as error:
@@ -66,11 +66,12 @@ async def evaluate(run: StageRun) -> Finish:
     )
 
 
-async def _score(handler: AgentHandler[Any], ctx: EvalContext[Any]) -> Reward:
+async def _score(run: StageRun, ctx: EvalContext[Any]) -> Reward:
     try:
-        return await handler.evaluate(ctx)
+        return await run.handler.evaluate(ctx)
     except Exception as raised:
-        error, stands_in = await consult(handler.on_eval_error, ctx, raised)
+        run.others.check(raised)
+        error, stands_in = await consult(run.handler.on_eval_error, ctx, raised)
         if stands_in is None:
             raise error from error.__cause__
         ctx.log.info("the handler scores a failed EVAL", error=repr(error), reward=repr(stands_in))

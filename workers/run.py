@@ -56,7 +56,7 @@ async def run_turns(run: StageRun) -> Finish:
         log.settle()
         check_artifacts(ctx.artifacts, handler.name)
     except StageTimeout as late:
-        run.others.check_late(late)
+        run.others.check(late)
         reason = FinishReason.TIME_LIMIT
         if log.repeats:
             # There was not even time to go through what former workers did.
@@ -68,6 +68,7 @@ async def run_turns(run: StageRun) -> Finish:
             await log.flush()
         raise
     except Exception as raised:
+        run.others.check(raised)
         error, answer = await consult(handler.on_run_error, ctx, raised)
         if isinstance(error, SandboxError):
             error = await run.blame(error)

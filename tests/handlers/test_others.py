@@ -15,13 +15,14 @@ from rollout.cli import render
 from rollout.exports import atif, otel
 from rollout.schema import Blame, Limits, RolloutRequest, SamplingParams, State
 from rollout.trajectory import FinishReason, Message
+from sandbox.errors import SandboxSpoiled
 from services.settings import Settings
 from services.state.tenants import Tenant
 from tests.helpers.others import Source, broken, played, said
 from workers import inprocess
 from workers.agent import others as others_module
 from workers.agent.replay import Action
-from workers.errors import InfrastructureError, ModelError
+from workers.errors import AgentFault, InfrastructureError, ModelError
 from workers.handlers import AgentHandler, EvalContext, Reward, RunContext
 from workers.handlers.base import AnyTask
 from workers.inprocess import InProcess
@@ -152,6 +153,24 @@ def test_a_time_limit_that_passes_in_a_call_to_another_policy_is_not_the_agents(
     done = played(Asks(chat), {"simulator": (other := Source(fails=hang))}, limits=limits)
     assert (done.state, done.drop, done.error.blame) == (State.FAILED, True, Blame.INFRASTRUCTURE)
     assert "'simulator'" in done.error.message and other.released >= 1
+
+
+@pytest.mark.parametrize("stage", ["run", "eval"])
+def test_a_sandbox_that_another_policy_breaks_is_not_the_agents_doing(stage):
+    async def breaks() -> None:
+        raise SandboxSpoiled("no room on its disk")
+
+    async def asks(ctx: EvalContext[AnyTask]) -> Reward:
+        try:
+            return await judged(ctx) if stage == "eval" else await chat(ctx)
+        except SandboxSpoiled as error:
+            raise AgentFault(str(error)) from error  # as a block of `ctx.sandboxes.fresh` does
+
+    other = Source(fails=breaks)
+    handler = Asks(asks, hook=True) if stage == "run" else Asks(judge=asks, hook=True)
+    done = played(handler, {"simulator": other, "judge": other})
+    assert (done.state, done.reward, done.attempt) == (State.FAILED, None, 2)
+    assert (done.error.blame, done.error.stage) == (Blame.INFRASTRUCTURE, stage)
 
 
 def test_a_run_that_another_worker_may_go_on_with_asks_nobody_else():

@@ -148,6 +148,7 @@ TWO = Rubric(rubric=[{"text": "a"}, {"text": "b"}], lowest=1, highest=3)
         (f'{{"verdict": "{NONCE}", "scores": [1]}}', TWO, None),
         (f'{{"verdict": "{NONCE}", "scores": [1, true]}}', TWO, None),
         (f'{{"verdict": "{NONCE}", "scores": [1, NaN]}}', TWO, None),
+        (f'{{"verdict": "{NONCE}", "scores": {"[" * 100_000}}}', TWO, None),
         (f'{{"verdict": "{NONCE}", "scores": "13"}}', TWO, None),
         ('{"verdict": "ffff", "scores": [1, 3]}', TWO, None),
         ('{"verdict": ', TWO, None),

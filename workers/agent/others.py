@@ -66,6 +66,8 @@ class Others:
 
     def __init__(self, run: Asker) -> None:
         self.run = run
+        self.faults: dict[BaseException | None, str] = {}
+        """Failures of sandboxes that came about in a call to another policy, which they name."""
         self.waited_for: str | None = None
         """The policy in a call to which the stage was interrupted."""
         self._begun: list[Conversation] = []
@@ -109,11 +111,11 @@ class Others:
         if self._spoke > MAX_CONVERSATIONS:
             raise HandlerError(f"more than {MAX_CONVERSATIONS} conversations with other policies in a stage")
 
-    def check_late(self, late: StageTimeout) -> None:
-        """Refuse to call it the agent's, that the time limit passed in a call to another policy."""
-        if self.waited_for is not None:
-            text = f"run_timeout_s passed in a call to policy {self.waited_for!r}"
-            raise InfrastructureError(text) from late
+    def check(self, error: Exception) -> None:
+        """Refuse to lay it to the agent, if it came about in a call to another policy."""
+        late = self.waited_for if isinstance(error, StageTimeout) else None
+        if policy := late or self.faults.get(error) or self.faults.get(error.__cause__):
+            raise InfrastructureError(f"in a call to policy {policy!r}: {error}") from error
 
     async def close(self, trajectory: Trajectory, metrics: dict[str, float]) -> None:
         """End all conversations. What was said joins the trajectory, and its amount the metrics."""
@@ -300,13 +302,16 @@ class Conversation:
         except asyncio.CancelledError:
             self._others.waited_for = self.policy
             raise
+        except SandboxError as error:
+            self._others.faults[error] = self.policy
+            raise
         except OtherRefused:
             raise
         except ModelError as error:
             raise OtherRefused(f"policy {self.policy!r}: {error}") from error
         except CodecError as error:
             raise InfrastructureError(f"policy {self.policy!r}: {error}") from error
-        except (StageError, SandboxError):
+        except StageError:
             raise
         except Exception as error:
             # The handler has asked, but only a tool of its own can be at fault.

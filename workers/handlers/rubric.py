@@ -197,7 +197,7 @@ def read_verdict(said: str, nonce: str, rubric: Rubric) -> list[float] | None:
     elif text.endswith("}") and "{" in text:
         try:
             found = json.loads(text[text.rindex("{") :])
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         scores = found.get("scores", [found.get("score")]) if found.get("verdict") == nonce else None
     if not isinstance(scores, list) or len(scores) != len(rubric.criteria):
