@@ -459,11 +459,9 @@ def policy_view(status: PolicyStatus) -> RenderableType:
 
 def policies_table(policies: Sequence[PolicyStatus]) -> Sheet:
     """One line a policy."""
-
-    backends = Column("backends", lambda status: ", ".join(status.backends) or "none")
     columns = [
         Column("policy", lambda status: status.name, whole=True),
-        backends,
+        Column("backends", lambda status: ", ".join(status.backends) or "none"),
         Column("weights", _current),
     ]
     return Sheet(columns, policies)
