@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))  # examples are no installed package
 
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
+from rich.text import Text  # noqa: E402
 
 from examples.demo_model.task import make_tasks  # noqa: E402
 from examples.training.service import own_service  # noqa: E402
@@ -132,7 +133,7 @@ def main() -> None:
     judge = nullcontext(args.judge) if args.judge else stand_in()
     with service as url, judge as at, Client(url) as client:
         rollouts = judged(client, at, args.model, args.key, args.n, args.votes, args.seed)
-    shown = Table(title=rollouts[0].request.task["prompt"])
+    shown = Table(title=f"judged answers to: {rollouts[0].request.task['prompt']}")
     for name in ("answer", "reward", *(criterion["name"] for criterion in RUBRIC), "votes", "dropped for"):
         shown.add_column(name)
     for rollout in rollouts:
@@ -140,7 +141,7 @@ def main() -> None:
         parts = [f"{rollout.reward_components.get(one['name'], 0):.2f}" for one in RUBRIC]
         reward = "–" if rollout.reward is None else f"{rollout.reward:.2f}"
         votes = f"{rollout.metrics.get('judge_calls', 0):g}"
-        shown.add_row(said[:60], reward, *parts, votes, rollout.drop_reason or "")
+        shown.add_row(Text(" ".join(said.split())[:60]), reward, *parts, votes, rollout.drop_reason or "")
     Console().print(shown)
 
 

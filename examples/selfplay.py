@@ -59,7 +59,6 @@ def sides(rollouts: Sequence[Rollout]) -> list[dict]:
             "question": rollout.request.task["question"],
             "side": sample.chain.role,
             "policy": sample.chain.policy or rollout.request.policy,
-            "tokens": len(sample.prompt_ids) + len(sample.response_ids),
             "sampled": sum(sample.loss_mask),
             "versions": sorted(set(filter(None, sample.policy_versions))),
             "reward": reward_of(rollout, sample.chain.role),
@@ -72,9 +71,9 @@ def sides(rollouts: Sequence[Rollout]) -> list[dict]:
 
 
 def table(rows: Sequence[dict]) -> Table:
-    shown = Table(title="samples by side")
-    for name in ("question", "side", "policy", "tokens", "sampled", "versions", "reward", "advantage"):
-        shown.add_column(name)
+    shown = Table(title="samples by side", box=None)
+    for name in ("question", "side", "policy", "sampled", "versions", "reward", "advantage"):
+        shown.add_column(name, justify="right" if name in ("sampled", "reward", "advantage") else "left")
     for row in sorted(rows, key=lambda row: row["side"]):
         texts = {**row, "versions": ", ".join(row["versions"]), "reward": f"{row['reward']:+g}"}
         texts["advantage"] = f"{row['advantage']:+.2f}"
@@ -115,7 +114,7 @@ def main() -> None:
         its = [row for row in rows if row["side"] == side]
         won = sum(row["reward"] > 0 for row in its)
         tokens = sum(row["sampled"] for row in its)
-        console.print(f"{side}: {len(its)} samples of {tokens} sampled tokens, {won} won")
+        console.print(f"{side}: {len(its)} samples, {tokens} sampled tokens in all, {won} won")
 
 
 if __name__ == "__main__":
