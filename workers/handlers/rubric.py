@@ -190,7 +190,8 @@ def read_verdict(said: str, nonce: str, rubric: Rubric) -> list[float] | None:
     It is `Score NONCE: 7` (of one criterion), or a JSON object `{"verdict": "NONCE", "scores": [7, 3]}`.
     """
     text = said.strip().rstrip("`").rstrip()
-    line = re.fullmatch(rf"[*_`\s]*Score {nonce}[*_`]*:[*_`\s]*(-?\d+(?:\.\d+)?)[*_`.\s]*", _last_line(text))
+    form = rf"[*_`\s]*Score {nonce}[*_`]*:[*_`\s]*(-?\d+(?:\.\d+)?)[*_`.\s]*"
+    line = re.fullmatch(form, text.rpartition("\n")[2])
     scores: Any = None
     if line is not None:
         scores = [float(line[1])]
@@ -205,10 +206,6 @@ def read_verdict(said: str, nonce: str, rubric: Rubric) -> list[float] | None:
     if not all(type(score) in (int, float) and rubric.lowest <= score <= rubric.highest for score in scores):
         return None
     return [(score - rubric.lowest) / (rubric.highest - rubric.lowest) for score in scores]
-
-
-def _last_line(text: str) -> str:
-    return text.splitlines()[-1] if text else ""
 
 
 class Said(BaseModel):
