@@ -175,6 +175,8 @@ def test_what_is_asked_names_the_form_that_is_read():
         ({"lowest": 10}, "not below"),
         ({"judge": "no name!"}, "judge"),
         ({"rubric": [{"text": "x"}] * 21}, "at most 20"),
+        ({"rubric": []}, "rubric"),
+        ({"rubric": [{"text": "x", "name": "n"}, {"text": "y", "name": "n"}]}, "two criteria have one name"),
     ],
 )
 def test_a_task_that_cannot_be_judged_is_the_tasks_fault(fields, message):

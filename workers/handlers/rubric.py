@@ -67,11 +67,18 @@ class Rubric(BaseModel):
             raise ValueError("`lowest` is not below `highest`")
         if isinstance(self.rubric, list) and len(self.rubric) > 20:
             raise ValueError(f"{len(self.rubric)} criteria; at most 20")
+        if len({*self.names}) < len(self.names):
+            raise ValueError("two criteria have one name")
         return self
 
     @property
     def criteria(self) -> list[Criterion]:
         return self.rubric if isinstance(self.rubric, list) else [Criterion(text=self.rubric)]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the reward's components."""
+        return [one.name or f"criterion_{number}" for number, one in enumerate(self.criteria, 1)]
 
 
 @dataclass(frozen=True)
@@ -250,5 +257,4 @@ class RubricHandler(AgentHandler[RubricTask]):
         found = await judge(ctx, ctx.task, task=text, answer=answer, reference=ctx.task.reference)
         ctx.metrics["judge_failed"] = found.failed
         ctx.metrics["judge_spread"] = max(found.votes, default=0.0) - min(found.votes, default=0.0)
-        names = [one.name or f"criterion_{number}" for number, one in enumerate(ctx.task.criteria, 1)]
-        return Reward(found.score, dict(zip(names, found.criteria, strict=True)))
+        return Reward(found.score, dict(zip(ctx.task.names, found.criteria, strict=True)))
