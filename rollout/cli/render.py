@@ -377,6 +377,8 @@ def backends_table(backends: Sequence[Backend], tokens_per_s: dict[str, float] |
         return f"{backend.load:g}" + (f" of {backend.capacity_tokens}" if backend.capacity_tokens else "")
 
     def engine(backend: Backend) -> str:
+        if backend.api == "chat":
+            return "text only"
         return backend.engine if backend.engine == backend.api else f"{backend.engine} ({backend.api})"
 
     def stat(field: str, form: str = "{}") -> Callable[[Backend], str]:
