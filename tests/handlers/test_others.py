@@ -11,10 +11,10 @@ from rich.console import Console
 
 from rollout.adapters import base as adapters
 from rollout.arrays import Arrays
-from rollout.cli import render
+from rollout.cli import archive, render
 from rollout.exports import atif, otel
 from rollout.schema import Blame, Limits, RolloutRequest, SamplingParams, State
-from rollout.trajectory import FinishReason, Message
+from rollout.trajectory import FinishReason, Message, Trajectory
 from sandbox.errors import SandboxSpoiled
 from services.settings import Settings
 from services.state.tenants import Tenant
@@ -97,6 +97,8 @@ def test_other_policies_chains_come_before_the_agents_and_count_for_nothing_of_i
     assert user.asked[0].seed not in (None, judge.asked[0].seed)
     # Trainers see what they saw before.
     assert [sample.chain.role for sample in adapters.samples(done)] == ["agent"]
+    others = done.model_copy(update={"trajectory": Trajectory(chains=record.chains[:2])})
+    assert archive.sample(others) is None and archive.sample(done)["prompt_ids"] == record.prompt_ids
     views = Arrays.of(record)
     assert views.token_ids.tolist() == record.chain.token_ids and len(views.trained) == 1
 
