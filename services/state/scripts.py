@@ -59,33 +59,33 @@ def source(name: str, operation: str, constants: str = "") -> str:
     """
     files: dict[str, str] = {}
     _gather(name, files)
-    body = _needed(_COMMENT.sub("", constants + "".join(files.values())), operation)
+    stamp, _, clock = _CLOCK.partition("\n")
+    parts = _BEGINS.split(_COMMENT.sub("", clock + constants + "".join(files.values())))
+    body = _needed(parts, {operation})
     # Keys that are always the same are put in their places.
     body = _KEY.sub(_constant, body)
     body = _SPELLED.sub(lambda spoken: f"({_spelled(spoken[1], spoken[2].split(', '))})", body)
-    makers = (f"{key} = {_maker(key)}" for key in sorted(set(_KEY.findall(body))))
-    return f"{_CLOCK}local KEY = {{{', '.join(makers)}}}\n{body}{_ANSWER % operation}"
+    makers = ", ".join(f"{key} = {_maker(key)}" for key in sorted(set(_KEY.findall(body))))
+    return "\n".join([stamp, *([f"local KEY = {{{makers}}}"] if makers else ()), body]) + _ANSWER % operation
 
 
-def _needed(code: str, operation: str) -> str:
-    """What an operation needs of the definitions in Lua: a definition comes before what speaks of it.
+def _needed(parts: list[str], words: set[str], made: frozenset[int] = frozenset()) -> str:
+    """What words need of definitions in Lua, where some are made: each comes before what speaks of it.
 
     What only a function with `-- lazy` behind its head needs goes into it, and is made when that is called.
     """
-    parts = _BEGINS.split(code)
-    at_once = _reached(parts, operation, lazily=True)
-    later = "".join(parts[at] for at in sorted(_reached(parts, operation) - at_once))
-    return "".join(parts[at].replace(_LAZY, f"{_LAZY}{later}") for at in sorted(at_once))
-
-
-def _reached(parts: list[str], operation: str, lazily: bool = False) -> set[int]:
-    words, reached = {operation}, set()
+    needed, words = set(made), {*words}
     for at, part in reversed([*enumerate(parts)]):
         defined = _DEFINED.match(part)
-        if not defined or not words.isdisjoint(_WORD.findall(defined[1])):
-            reached.add(at)
-            words.update(() if lazily and _LAZY in part else _WORD.findall(part))
-    return reached
+        if at not in made and (not words.isdisjoint(_WORD.findall(defined[1])) if defined else not made):
+            needed.add(at)
+            words.update(() if _LAZY in part else _WORD.findall(part))
+    body = ""
+    for at in sorted(needed - made):
+        head, lazy, rest = parts[at].partition(_LAZY)
+        inside = _needed(parts[:at], {*_WORD.findall(rest)}, frozenset(needed)) if lazy else ""
+        body += f"{head}{lazy}{inside}{rest}"
+    return body
 
 
 def _gather(name: str, files: dict[str, str]) -> None:

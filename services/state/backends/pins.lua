@@ -19,11 +19,6 @@ local function home_of(label)
   return label:byte() ~= 45 and redis.call('HGET', KEY.BACKEND_GROUPS, label) or ''
 end
 
-local function join_group(label, home, backend)
-  if label:byte() == 45 then return end
-  redis.call('HSET', KEY.BACKEND_GROUPS, label, backend .. ' ' .. (tonumber(home:match(' (%d+)$') or '0') + 1))
-end
-
 local function leave_group(label)
   local backend, members = home_of(label):match('^(%S+) (%d+)$')
   if not backend then return end
@@ -43,7 +38,7 @@ local function unpin(id)
   book(label, '-' .. weight)
   local its = redis.call('HMGET', KEY.backend(backend), 'live', 'policies')
   -- A backend that was removed must not come back with a negative score.
-  if its[1] then reserve(backend, its[2], '-' .. weight, -1) end
+  if its[1] then reserve(backend, its[2], '-' .. weight, '-1') end
   return {backend = backend, policies = its[2], label = label, weight = tonumber(weight)}
 end
 
@@ -57,11 +52,11 @@ local function facts(backend, its)
 end
 
 -- What a rollout wants of a backend: weight, version, excluded, and, where it may be refused for want of room, admit.
-local function wish_of(ask, wanted, admit)
+local function wish_of(ask, wanted, admit, starts)
   local excluded = {}
   for _, backend in ipairs(ask.exclude) do excluded[backend] = true end
   return {id = id_of(ask), of = of(ask.policy), weight = ask.weight, excluded = excluded, admit = admit,
-    version = ask.version or wanted or nil}
+    starts = starts, version = ask.version or wanted or nil}
 end
 
 -- Whether a rollout may enter: 'yes', 'full' (wait for room), or the reason why not.
@@ -163,11 +158,14 @@ end
 local function find(ask, wish)
   local best, barred = choose(wish)
   if not best then return end
-  local home = home_of(label_of(ask)):match('^(%S+)')
+  best.home = home_of(label_of(ask))
+  local home = best.home:match('^(%S+)')
   if home and home ~= best.name and home ~= barred then
     local load = tonumber(redis.call('ZSCORE', KEY.backends_load(wish.of), home) or nil)
     local fact = load and load - best.load <= ask.group_slack * ask.weight and facts(home, wish.of)
-    if fact and judge(home, load, fact, wish) == 'yes' then return {name = home, fact = fact}, 'group' end
+    if fact and judge(home, load, fact, wish) == 'yes' then
+      return {name = home, fact = fact, home = best.home}, 'group'
+    end
   end
   return best
 end
@@ -175,12 +173,16 @@ end
 -- -- pinning --------------------------------------------------------------------------------------
 
 local function pin(ask, place, label, text)
-  local turn = redis.call('INCR', KEY.backends_turn(of(ask.policy)))
-  join_group(label, home_of(label), place.name)
-  reserve(place.name, place.fact.policies, ask.weight, 1)
-  book(label, ask.weight)
-  redis.call('HSET', KEY.BACKEND_PINS, id_of(ask), place.name .. ' ' .. ask.weight .. ' ' .. label)
-  redis.call('ZADD', KEY.backends_chosen(of(ask.policy)), turn, place.name)
+  -- As texts, for a number is made one at each use.
+  local its, weight = of(ask.policy), tostring(ask.weight)
+  if label:byte() ~= 45 then
+    local members = tonumber((place.home or home_of(label)):match(' (%d+)$') or '0') + 1
+    redis.call('HSET', KEY.BACKEND_GROUPS, label, place.name .. ' ' .. members)
+  end
+  reserve(place.name, place.fact.policies, weight, '1')
+  book(label, weight)
+  redis.call('HSET', KEY.BACKEND_PINS, id_of(ask), place.name .. ' ' .. weight .. ' ' .. label)
+  redis.call('ZADD', KEY.backends_chosen(its), redis.call('INCR', KEY.backends_turn(its)), place.name)
   note(ask, place.name, label)
   if ask.fence then
     tell(ask.rollout, redis.call('HGET', KEY.record(ask.rollout), 'attempt') or '0', ask.fence,

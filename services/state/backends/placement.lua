@@ -19,10 +19,11 @@ end
 -- {rollout, slot, fence, policy, tenant, process, lift, group, weight, version, exclude, admit, group_slack}; slot, fence,
 -- policy and tenant (`default`), process, version and admit may be missing; lift: ms of waiting that priority is worth
 function operations.acquire(ask)
+  though_full()
   if not holds(ask) then return {word = 'lost', why = ''} end
   local id, its = id_of(ask), of(ask.policy)
   local state = redis.call('MGET', KEY.backends_version(its), KEY.backends_line(its))
-  local wish, pinned = start_of(ask, state[1]), pin_of(id)
+  local wish, pinned = wish_of(ask, state[1], ask.admit, true), pin_of(id)
   if pinned then
     -- A pin outlives draining and a pause: the prefix cache is there.
     local fact = still(ask, pinned, wish)
@@ -62,7 +63,7 @@ function operations.acquire(ask)
   return refused('full')
 end
 
-local function move(ask, to, label, why, text)
+local function move(ask, to, label, why, text) -- lazy
   local freed = unpin(id_of(ask))
   pin(ask, to, label, 'moved to backend ' .. to.name .. ': ' .. text)
   redis.call('HINCRBY', KEY.BACKEND_TOTALS, 'moved_' .. why, 1)
@@ -72,9 +73,11 @@ end
 
 -- {rollout, slot, fence, policy, tenant, weight, version, exclude, limited, spill_at, spill_to, spill_gap}
 function operations.extend(ask)
+  though_full()
   if not holds(ask) then return {word = 'lost', why = ''} end
   -- A rollout under way is never refused for want of room.
-  local wish = wish_of(ask, redis.call('GET', KEY.backends_version(of(ask.policy))))
+  local its = of(ask.policy)
+  local wish = wish_of(ask, redis.call('GET', KEY.backends_version(its)))
   local home, old, label = pin_of(wish.id)
   local fact = still(ask, home, wish)
   if not fact then
@@ -89,14 +92,14 @@ function operations.extend(ask)
     return move(ask, best, label or label_of(ask), 'failover',
       home and home .. ' failed or is gone' or 'its place was gone')
   end
-  local more = ask.weight - tonumber(old)
-  if more ~= 0 then
-    reserve(home, fact.policies, exact(more), 0)
-    book(label, exact(more))
+  local more = exact(ask.weight - tonumber(old))
+  if more ~= '0' then
+    reserve(home, fact.policies, more)
+    book(label, more)
     redis.call('HSET', KEY.BACKEND_PINS, wish.id, home .. ' ' .. ask.weight .. ' ' .. label)
     note(ask, home, label)
   end
-  if more < 0 then
+  if more:byte() == 45 then
     room(home, fact.policies, {label = label, weight = -more})
   elseif ask.limited and fact.capacity > 0 and not fact.paused
       and tonumber(redis.call('ZSCORE', KEY.backends_load(wish.of), home)) > ask.spill_at * fact.capacity then
@@ -109,6 +112,5 @@ function operations.extend(ask)
   return placed(ask, home, fact)
 end
 
+-- Its first write needs no memory.
 function operations.release(ask) return give_back(id_of(ask)) end
-
-though_full()

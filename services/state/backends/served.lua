@@ -19,17 +19,23 @@ end
 
 -- In all heaps that the backend is in.
 local function reserve(backend, policies, weight, rollouts)
-  for policy in (policies or 'default'):gmatch('%S+') do
-    local heap = KEY.backends_load(of(policy))
-    if tonumber(redis.call('ZINCRBY', heap, weight, backend)) < 0 then redis.call('ZADD', heap, 0, backend) end
+  local others = policies and policies:gmatch('%S+')
+  local policy = others and others() or 'default'
+  while policy do
+    local its = of(policy)
+    if redis.call('ZINCRBY', KEY.backends_load(its), weight, backend):byte() == 45 then
+      redis.call('ZADD', KEY.backends_load(its), 0, backend)
+    end
+    policy = others and others()
   end
-  if rollouts ~= 0 then redis.call('HINCRBY', KEY.backend(backend), 'live', rollouts) end
+  if rollouts then redis.call('HINCRBY', KEY.backend(backend), 'live', rollouts) end
 end
 
 -- For the tenant.
 local function book(label, weight)
   local policy, tenant = owners(label)
-  redis.call('HINCRBY', KEY.backends_reserved(of(policy)), tenant, weight)
+  local its = of(policy)
+  redis.call('HINCRBY', KEY.backends_reserved(its), tenant, weight)
 end
 
 -- What must go with the rollout, and may have to be made again.

@@ -15,21 +15,16 @@
 -- Pins a rollout where it starts.
 local function enter_backend(ask, place, why)
   pin(ask, place, label_of(ask), 'placed on backend ' .. place.name .. (why and ', where its group is' or ''))
-  redis.call('HINCRBY', KEY.BACKEND_TOTALS, 'placed', 1)
+  redis.call('HINCRBY', KEY.BACKEND_TOTALS, 'placed', '1')
   if why then redis.call('HINCRBY', KEY.BACKEND_TOTALS, 'placed_group', 1) end
 end
 
 -- Counts what was granted for those who wait for that backend with other policies: it passed them.
 local function count_granted(policies, own, weight)
   for policy in (policies or 'default'):gmatch('%S+') do
-    if policy ~= own then redis.call('HINCRBY', KEY.backends_grants(of(policy)), 'granted', weight) end
+    local its = of(policy)
+    if policy ~= own then redis.call('HINCRBY', KEY.backends_grants(its), 'granted', weight) end
   end
-end
-
-local function start_of(ask, wanted)
-  local wish = wish_of(ask, wanted, ask.admit)
-  wish.starts = true
-  return wish
 end
 
 -- The facts of a backend that still serves the rollout, where it is pinned.
@@ -57,7 +52,7 @@ end
 local function line_up() -- lazy
   local CORRECTED_S = 10
   -- Of one script, for nobody else is served meanwhile. Where they end it, the next event or look goes on.
-  local MOST_GRANTS, MOST_LOOKS, MOST_TENANTS, LOOKS_AT_ONCE = 64, 256, 64, 16
+  local MOST_GRANTS, MOST_LOOKS, MOST_TENANTS, FIRST_LOOKS, LOOKS_AT_ONCE = 64, 256, 64, 2, 16
   -- A rollout without a fence (of no worker) that has not asked for so long waits no more.
   local FORGOTTEN_MS = 10000
 
@@ -172,7 +167,8 @@ local function line_up() -- lazy
   -- Its next rollout by rank, and what that asks for.
   local function next_of(t, line)
     if t.at > #t.ids then
-      t.ids = redis.call('ZRANGE', line.waiting(t.name), t.passed, t.passed + LOOKS_AT_ONCE - 1)
+      local last = t.passed + (t.at == 1 and FIRST_LOOKS or LOOKS_AT_ONCE) - 1
+      t.ids = redis.call('ZRANGE', line.waiting(t.name), t.passed, last)
       t.at, t.over = 1, not t.ids[1]
       if t.over then return end
       t.asks = redis.call('HMGET', KEY.BACKEND_ASKS, unpack(t.ids))
@@ -238,7 +234,7 @@ local function line_up() -- lazy
     local ask = asked(id)
     if not ask then return let_go(its, backend) end
     if is_gone(ask) then return leave_line(id) end
-    local place = try_at(backend, start_of(ask, wanted))
+    local place = try_at(backend, wish_of(ask, wanted, ask.admit, true))
     if place then
       give(id, ask, place, nil, told)
     elseif not verdicts.full then
@@ -251,7 +247,7 @@ local function line_up() -- lazy
     local id = redis.call('ZRANGE', KEY.backends_sizes(its), 0, 0)[1]
     local ask = id and asked(id)
     if not ask then return not id end
-    local wish = start_of(ask)
+    local wish = wish_of(ask, nil, ask.admit, true)
     wish.version, wish.excluded = nil, {}
     return not try_at(only, wish)
   end
@@ -264,7 +260,6 @@ local function line_up() -- lazy
     if only and fits_nobody(its, only) then return tell_all(told) end
     local tenants, due = standing(its, line, freed)
     local refused, head, passed, level = {}, nil, 0, nil
-    local size = tonumber(redis.call('HGET', KEY.backends_grants(its), 'size') or '0')
     for _ = 1, MOST_LOOKS do
       local t = next_tenant(tenants)
       if not t or told.n >= MOST_GRANTS or level and share_of(t) > level then break end
@@ -280,7 +275,7 @@ local function line_up() -- lazy
       elseif id and is_gone(ask) then
         leave_line(id)
       elseif id then
-        local alike, wish, place, why = plain and '' or (ask.version or id), start_of(ask, wanted), nil, nil
+        local alike, wish, place, why = plain and '' or (ask.version or id), wish_of(ask, wanted, ask.admit, true), nil, nil
         verdicts = {full = 1}
         if ask.weight < (refused[alike] or math.huge) then
           if only then place = try_at(only, wish) else place, why = find(ask, wish) end
@@ -294,6 +289,7 @@ local function line_up() -- lazy
             head = {id = id, ask = ask}
             if granted_to_others(its) + ask.past >= ask.weight and not kept(its) then keep_one(its, id, wish) end
             -- Small ones of a tenant that has its share already would fill every gap before a large one of others fits.
+            local size = due and tonumber(redis.call('HGET', KEY.backends_grants(its), 'size') or '0')
             level = due and ask.admit and size > 0 and due(ask.admit * size)
           end
           if plain and ask.weight <= tonumber(redis.call('ZRANGE', KEY.backends_sizes(its), 0, 0, 'WITHSCORES')[2]) then
@@ -314,7 +310,7 @@ local function line_up() -- lazy
     tell_all(told)
   end
 
-  return {join = join_line, leave = leave_line, grant = grant, asked = asked, is_gone = is_gone}
+  return {join = join_line, leave = leave_line, grant = grant, asked = asked, is_gone = is_gone, turn = clock[2]}
 end
 
 -- Notes how much all backends of a policy hold.
@@ -327,23 +323,28 @@ local function note_size(its)
 end
 
 -- Something is better on a backend of these policies. `freed`: what `unpin` gave back.
-local function room(backend, policies, freed)
+local function room(backend, policies, freed) -- lazy
+  local its = of(policies)
   -- The default policy alone, and nobody waits.
-  if not policies and redis.call('EXISTS', KEY.BACKEND_WAITED, KEY.backends_line('')) == 0 then return end
+  if its == '' and redis.call('EXISTS', KEY.BACKEND_WAITED, KEY.backends_line(its)) == 0 then return end
   local names, watched = {}, {KEY.BACKEND_WAITED}
   for policy in (policies or 'default'):gmatch('%S+') do
-    names[#names + 1] = policy
-    watched[#watched + 1] = KEY.backends_line(of(policy))
+    its, names[#names + 1] = of(policy), policy
+    watched[#watched + 1] = KEY.backends_line(its)
   end
   local there = redis.call('MGET', unpack(watched))
   if there[1] then redis.call('PUBLISH', KEY.BACKEND_ROOM_CHANNEL, '') end
+  local line
   for i = 1, #names do
+    if there[i + 1] then line = line or line_up() end
+  end
+  for i = 1, line and #names or 0 do
     -- No policy is always the first.
-    local k = (i + clock[2]) % #names + 1
+    local k = (i + line.turn) % #names + 1
     if there[k + 1] then
       local policy, tenant
       if freed then policy, tenant = owners(freed.label) end
-      line_up().grant(of(names[k]), backend, policy == names[k] and {tenant = tenant, weight = freed.weight})
+      line.grant(of(names[k]), backend, policy == names[k] and {tenant = tenant, weight = freed.weight})
     end
   end
 end
@@ -351,7 +352,7 @@ end
 -- -- giving back ----------------------------------------------------------------------------------
 
 -- A reservation, or a place in the line; false: there was no reservation.
-local function give_back(id)
+local function give_back(id) -- lazy
   local freed = unpin(id)
   if freed then
     redis.call('HDEL', KEY.record(id), 'reserved')

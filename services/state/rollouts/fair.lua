@@ -15,7 +15,7 @@ end
 -- Of a line: its tenants, each one's rollouts, and where a tenant starts that had nobody waiting. The one before INIT:
 -- at the present virtual time, for what it left unused is not saved up. What it was served just before still counts,
 -- else one that submits singly would take a turn between all others.
-local INIT_LINE = {tenants = KEY.FAIR_TENANTS, waiting = KEY.fair_waiting, start = function(tenant)
+local INIT_LINE = {tenants = KEY.FAIR_TENANTS, waiting = function(tenant) return KEY.fair_waiting(tenant) end, start = function(tenant)
   return math.max(tonumber(redis.call('GET', KEY.FAIR_CLOCK) or '0'),
     tonumber(redis.call('HGET', KEY.FAIR_SERVED, tenant) or '0'))
 end}

@@ -4,7 +4,7 @@
 local MAX_NOTES, MAX_NOTE_BYTES = 64, 400
 
 -- The record must exist.
-local function tell(id, attempt, fence, text)
+local function tell(id, attempt, fence, text) -- lazy
   local told = redis.call('HINCRBY', KEY.record(id), 'notes', 1)
   if told > MAX_NOTES then return end
   if told == MAX_NOTES then text = 'further notes are left out' end
