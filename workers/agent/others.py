@@ -12,13 +12,14 @@ import asyncio
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from rollout.schema import Backend, RolloutRequest, SamplingParams, Stage, new_id
 from rollout.schema.trajectory import Chain, FinishReason, Message, OtherRole, Trajectory
 from sandbox.client import SandboxClient
 from sandbox.errors import SandboxError
 from services.engines.chat import TextRequest
+from services.state.rollouts.store import Claim
 from workers.agent.cautions import logprob_warnings
 from workers.agent.formats import CodecError
 from workers.agent.loop import AgentLoop
@@ -36,9 +37,6 @@ from workers.errors import (
 )
 from workers.patience import ask, stopped
 
-if TYPE_CHECKING:
-    from workers.stage import StageRun
-
 MAX_CONVERSATIONS = 64
 """With other policies, of one rollout in one stage."""
 MAX_TEXT_TOKENS = 4096
@@ -51,10 +49,22 @@ class OtherRefused(ModelError):
     retry = True
 
 
+class Asker(Protocol):
+    """Who asks: a `workers.stage.StageRun`."""
+
+    claim: Claim
+    services: Any
+
+    @property
+    def handler(self) -> Any: ...
+    @property
+    def can_pass_on(self) -> bool: ...
+
+
 class Others:
     """What one stage of a rollout asks other policies."""
 
-    def __init__(self, run: StageRun) -> None:
+    def __init__(self, run: Asker) -> None:
         self.run = run
         self.faults: dict[BaseException | None, str] = {}
         """Failures of sandboxes that came about in a call to another policy, which they name."""
