@@ -89,11 +89,7 @@ class WorkerServices:
     # -- what a stage asks for -----------------------------------------------------------------
 
     def router(self, claim: Claim, policy: str | None = None, slot: str = "") -> BackendRouter:
-        """What the rollout's model calls go through; made on the event loop.
-
-        Args:
-            policy: Another one than the rollout's own, which takes a slot of its own beside it.
-        """
+        """What its model calls go through, to another `policy` in a slot beside it; made on the event loop."""
         if self._http is None:
             self._http = session()
         return BackendRouter(

@@ -132,11 +132,7 @@ class Placements(Room):
         call.add_done_callback(lambda done: calls.pop(done, None))
 
     def down(self, message: str) -> None:
-        """Give up the calls to a backend that is known not to answer: some would hang until their limit.
-
-        Args:
-            message: `<backend>`, or `<backend> <policy>` where only that policy's are of no use.
-        """
+        """Give up calls that would hang or count for nothing: `<backend>`, or `<backend> <policy>` alone."""
         backend_id, _, policy = message.partition(" ")
         for call, its in [*self._calls.get(backend_id, {}).items()]:
             if policy in ("", its):
