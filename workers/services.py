@@ -89,7 +89,7 @@ class WorkerServices:
     # -- what a stage asks for -----------------------------------------------------------------
 
     def router(self, claim: Claim, policy: str | None = None, slot: str = "") -> BackendRouter:
-        """What its model calls go through, to another `policy` in a slot beside it; made on the event loop."""
+        """What model calls go through, to another `policy` in a slot beside its own; made on the loop."""
         if self._http is None:
             self._http = session()
         return BackendRouter(
