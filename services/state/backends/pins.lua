@@ -159,15 +159,13 @@ local function find(ask, wish)
   local best, barred = choose(wish)
   if not best then return end
   best.home = home_of(label_of(ask))
-  local home = best.home:match('^(%S+)')
+  local home, why = best.home:match('^(%S+)'), nil
   if home and home ~= best.name and home ~= barred then
     local load = tonumber(redis.call('ZSCORE', KEY.backends_load(wish.of), home) or nil)
     local fact = load and load - best.load <= ask.group_slack * ask.weight and facts(home, wish.of)
-    if fact and judge(home, load, fact, wish) == 'yes' then
-      return {name = home, fact = fact, home = best.home}, 'group'
-    end
+    if fact and judge(home, load, fact, wish) == 'yes' then best.name, best.fact, why = home, fact, 'group' end
   end
-  return best
+  return best, why
 end
 
 -- -- pinning --------------------------------------------------------------------------------------
