@@ -42,7 +42,7 @@ def post(path="/", body=b"x", headers={}, timeout=100):
     return answer.status, answer.read(), answer.headers
 def until(status, body=b"x"):
     # until the answer is this one
-    end = time.monotonic() + 30
+    end = time.monotonic() + 80
     while time.monotonic() < end:
         answer = post(body=body)
         if answer[0] == status: return answer
@@ -327,7 +327,8 @@ def test_bodies_are_bounded_all_together_and_room_comes_back(box):
     for line in lines: line.close()
     print(until(200, b"x" * (3 << 20))[0])
     """
-    assert led(box, text)[0] == [503, 200]
+    # 126 MB go into the sandbox first, which a busy machine takes its time for.
+    assert led(box, text, timeout=100)[0] == [503, 200]
 
 
 def test_an_answer_that_does_not_wait_for_the_body_comes_through(box):

@@ -112,7 +112,8 @@ local function line_up() -- lazy
 
   -- -- whose turn it is -----------------------------------------------------------------------------
 
-  -- The tenants that wait, with what they have, and what each unit of weight is due of so much. `freed`: what has just been given back, for it counted until now.
+  -- The tenants that wait, with what they have, and what each unit of weight is due of so much. `freed`: what has just
+  -- been given back, for it counted until now.
   local function standing(its, line, freed)
     local rows = redis.call('ZRANGE', line.tenants, 0, MOST_TENANTS - 1, 'WITHSCORES')
     if not rows[3] then
