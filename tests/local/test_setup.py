@@ -241,6 +241,29 @@ def test_a_step_that_fails_is_named_with_the_end_of_its_log(set_up):
     )
 
 
+def test_what_the_tests_need_is_not_begun_on_a_disk_without_room(tmp_path):
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "df").write_text(
+        "#!/bin/sh\necho Filesystem MB Used Available\necho /dev/a 99999 88000 11999\n"
+    )
+    (programs / "df").chmod(0o755)
+    environment = {"ROLLOUT_HOME": str(tmp_path / "home"), "PATH": f"{programs}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [REPO / "deploy" / "setup" / "setup.sh", "tests"],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode != 0
+    assert (
+        f"what the tests need takes 12000 MB, and the disk of {tmp_path}/home has 11999 MB free"
+        in done.stderr
+    )
+    assert [*(tmp_path / "home").iterdir()] == [tmp_path / "home" / "log"]
+
+
 def test_slurm_is_fetched_once():
     script = str(REPO / "deploy" / "setup" / "slurm.sh")
     for _ in range(2):
