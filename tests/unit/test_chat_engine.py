@@ -19,6 +19,7 @@ from services.engines import engine_of, stats
 from services.engines.base import BrokenAnswer, SampleRequest
 from services.engines.chat import TextRequest
 from services.engines.describe import DescribeError, describe
+from services.settings import settings
 from tests.helpers.described import describing
 from tests.helpers.http_server import Server as HttpServer
 from tests.helpers.llm_servers import free_port
@@ -125,6 +126,25 @@ def test_a_provider_that_asks_to_wait_is_waited_for_and_not_doubted():
         got, suspects = ask(backend)
     assert got.message.text == "Yes." and made.times[1] - made.times[0] >= 1.0
     assert suspects == []
+
+
+def test_a_key_that_this_node_lacks_is_waited_for_and_the_backend_is_not_doubted(tmp_path, monkeypatch):
+    """Eight doubts put a backend away for all, and the keys of others may be where they belong."""
+    monkeypatch.setenv("ROLLOUT_ENGINE_KEYS", str(tmp_path))
+    settings.cache_clear()
+
+    def write_key():
+        (tmp_path / "draft").touch(0o600)
+        (tmp_path / "draft").write_text("tok-3f9a7c51d2e84b06")
+        (tmp_path / "draft").rename(tmp_path / "gpu")
+
+    try:
+        with provider(answer()) as (made, backend):
+            threading.Timer(0.5, write_key).start()
+            got, suspects = ask(backend.model_copy(update={"key": "gpu"}))
+    finally:
+        settings.cache_clear()
+    assert (got.message.text, len(made.bodies), suspects) == ("Yes.", 1, [])
 
 
 def test_a_server_error_is_tried_again_and_doubted():

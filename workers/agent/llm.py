@@ -44,7 +44,7 @@ class BackendUnavailable(Exception):
         self.aborted = aborted
         """True: the backend lives and ended the call itself (a weight update), so it may take it again."""
         self.after_s = min(float(after), MAX_AFTER_S) if after and after.isdecimal() else 0.0
-        """It lives, and wants to be left alone for these seconds (`Retry-After`); 0 = it said nothing."""
+        """Not at fault, and to be left alone for these seconds (`Retry-After`); 0 = it said nothing."""
 
 
 class BrokenCall(BackendUnavailable):
@@ -145,6 +145,9 @@ class EngineClient:
                 body = masked(await _read(response.content, most))
         except BrokenAnswer as error:
             raise BrokenCall(f"{where}: {error}") from error
+        except credentials.EngineKeyProblem as error:
+            # This node has not got it, which says nothing of the backend: it must not be put away for all.
+            raise BackendUnavailable(f"{where}: {error}", after="1") from error
         except (aiohttp.ClientError, OSError) as error:
             if type(error) is TimeoutError:  # aiohttp has further ones
                 raise BackendUnavailable(f"{where}: no answer within {timeout_s:g} s") from None
