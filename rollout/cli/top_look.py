@@ -21,7 +21,7 @@ WORKED_ON = (State.RUNNING, State.EVALUATING, State.INITIALIZING)
 LIVE, GROUPS, MEMBERS = 20, 5, 64
 """At each look: rollouts of a state, groups, and rollouts of a group. Each brings its request, maybe long."""
 EVERYBODY = "*"
-FORBIDDEN = 403
+FORBIDDEN, NOT_FOUND = 403, 404
 
 
 class Progress(BaseModel):
@@ -137,13 +137,21 @@ class Watcher:
                 "ended": self._ends.add(fleet.at, ended),
                 "tokens": self._sampled(backends),
             },
-            policies=self._client.policies(),
+            policies=self._policies(),
             backends=backends,
             batches=batches,
             groups=self._progress(live),
             live=live,
             recent=list(self._recent),
         )
+
+    def _policies(self) -> list[PolicyStatus]:
+        try:
+            return self._client.policies()
+        except ApiError as error:
+            if error.status != NOT_FOUND:  # a gateway of the release before knows one
+                raise
+            return []
 
     def _progress(self, live: list[Rollout]) -> list[Progress]:
         """Of groups, single rollouts left out."""

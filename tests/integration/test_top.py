@@ -13,8 +13,9 @@ import pytest
 from rich.console import Console
 
 from rollout.cli.render import batches_table
+from rollout.cli.top_look import Watcher
 from rollout.client import ApiError, Client
-from rollout.schema import RolloutRequest
+from rollout.schema import Problem, RolloutRequest
 from rollout.schema.batches import Batch, BatchState
 from rollout.schema.fleet import Fleet
 from services.state.api_keys import KeyStore, Scope
@@ -87,6 +88,16 @@ def test_it_shows_how_far_groups_are_and_when_they_end(stack, client, terminal):
     assert [item["id"] for item in look["live"] if item["group_id"] == first.group_id] == [second.id]
     client.cancel(second.id)
     assert screen.end() == 0
+
+
+def test_a_gateway_that_knows_one_policy_alone_is_watched_as_well(stack, client, monkeypatch):
+    def absent():
+        raise ApiError(404, Problem(title="Not Found", status=404))
+
+    assert [policy.name for policy in Watcher(client).look().policies] == ["default"]
+    monkeypatch.setattr(client, "policies", absent)
+    look = Watcher(client).look()
+    assert look.policies == [] and look.fleet.stages
 
 
 def test_the_end_of_a_batch_is_expected_by_how_it_went_so_far(capsys):
