@@ -90,6 +90,32 @@ def test_an_episode_is_played_and_its_process_serves_the_next(hostile):
     assert nothing_is_left()
 
 
+def test_a_worker_that_ends_leaves_no_directory_of_a_process_that_waited(toy_home, tmp_path):
+    """Each has a home of its own, in which packages write caches."""
+    program = """
+import asyncio, os, sys
+from pathlib import Path
+from workers.handlers.environments.process import Foreign, Runner
+runner = Runner(Foreign("toy", Path(sys.argv[1]), True))
+asyncio.run(runner.ready())
+print(*os.listdir(os.environ["TMPDIR"]))
+"""
+    (tmp_path / "adapter.py").write_text(ADAPTER.replace("BODY", GOOD))
+    homes = tmp_path / "homes"
+    homes.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "adapter.py"],
+        env=os.environ | {"TMPDIR": str(homes), "ROLLOUT_HOME": str(toy_home)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("rollout-environment-toy-")
+    assert [*homes.iterdir()] == []
+
+
 def test_a_process_without_an_episode_is_ended_after_a_while(hostile, monkeypatch):
     monkeypatch.setattr(process, "IDLE_S", 0.0)
     assert hostile("time.sleep(0.1)\n" + GOOD, n=2)[1].reward == 1.0

@@ -11,7 +11,6 @@ import contextvars
 import json
 import os
 import re
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,16 +108,19 @@ class Runner(Child):
         self.answer = simulated
         """What the episode asks of us is answered by."""
         config = settings()
-        self.home = tempfile.mkdtemp(prefix=f"rollout-environment-{kind.name}-")
+        # It goes with the worker, too: nobody ends a process there that waits for its next episode.
+        self._home = tempfile.TemporaryDirectory(
+            prefix=f"rollout-environment-{kind.name}-", ignore_cleanup_errors=True
+        )
         env = {name: value for name, value in os.environ.items() if _PASSED.fullmatch(name)}
-        env |= dict.fromkeys(("HOME", "TMPDIR"), self.home)
+        env |= dict.fromkeys(("HOME", "TMPDIR"), self._home.name)
         # The same world of the same seed in every process; thread pools reserve address space by the core.
         env |= {"PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1"}
         env |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         program = [str(kind.python), "-s", str(INSIDE / "runner.py")]
         program += [str(Path(scoring.__file__).parent), str(kind.adapter)]
         network = "network" if kind.name in config.environment_network.split(",") else "none"
-        super().__init__(program, str(config.environment_memory_mb), network, env=env, cwd=self.home)
+        super().__init__(program, str(config.environment_memory_mb), network, env=env, cwd=self._home.name)
         self._channel.setblocking(False)
 
     async def ready(self) -> None:
@@ -194,7 +196,7 @@ class Runner(Child):
     def end(self) -> None:
         """Kill it, and remove what it wrote."""
         super().end()
-        shutil.rmtree(self.home, ignore_errors=True)
+        self._home.cleanup()
 
 
 _idle: dict[Foreign, list[Runner]] = {}
