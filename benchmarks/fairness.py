@@ -102,12 +102,12 @@ def contended(rounds: int, seconds: float) -> dict[str, list[float]]:
     figures: dict[str, list[float]] = {"line": [], "one_a_round_trip": []}
     for _ in range(rounds):
         with harness.private_redis() as server:
-            routing._fill(BackendStore(server.client))
+            routing.fill(BackendStore(server.client))
             with routing.PROCESSES.Pool(
-                routing.CLIENTS, routing._start, (server.url, routing.PROCESSES.Barrier(routing.CLIENTS))
+                routing.CLIENTS, routing.start, (server.url, routing.PROCESSES.Barrier(routing.CLIENTS))
             ) as pool:
                 parts = pool.starmap(
-                    routing._ask, [(seconds, 1, k) for k in range(routing.CLIENTS)], chunksize=1
+                    routing.ask, [(seconds, 1, k) for k in range(routing.CLIENTS)], chunksize=1
                 )
                 figures["one_a_round_trip"].append(sum(map(len, parts)) / seconds)
         with harness.private_redis() as server:

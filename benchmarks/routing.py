@@ -270,11 +270,11 @@ def compare_round_trips(rounds: int, seconds: float) -> dict[str, Any]:
     """
     figures: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     with harness.private_redis() as server:
-        _fill(BackendStore(server.client))
-        with PROCESSES.Pool(CLIENTS, _start, (server.url, PROCESSES.Barrier(CLIENTS))) as pool:
+        fill(BackendStore(server.client))
+        with PROCESSES.Pool(CLIENTS, start, (server.url, PROCESSES.Barrier(CLIENTS))) as pool:
             for _, way in itertools.product(range(rounds), WAYS):
                 # The barrier sees to it that each process takes one.
-                parts = pool.starmap(_ask, [(seconds, WAYS[way], k) for k in range(CLIENTS)], chunksize=1)
+                parts = pool.starmap(ask, [(seconds, WAYS[way], k) for k in range(CLIENTS)], chunksize=1)
                 times = [each for part in parts for each in part]
                 spread = harness.spread_ms(times)
                 figures[way].append({"per_s": spread.pop("n") / seconds, **spread})
@@ -285,7 +285,7 @@ def compare_round_trips(rounds: int, seconds: float) -> dict[str, Any]:
     return result
 
 
-def _fill(store: BackendStore) -> None:
+def fill(store: BackendStore) -> None:
     """Enter the backends and their standing load."""
     about = {"model": "m", "tokenizer": "t", "max_model_len": 32_768, "capacity_tokens": 400_000}
     for number in range(BACKENDS):
@@ -295,13 +295,13 @@ def _fill(store: BackendStore) -> None:
         store.many([store.acquire(f"standing-{number}", tokens=TOKENS + number % 1000, group=group)])
 
 
-def _start(url: str, barrier: Any) -> None:
+def start(url: str, barrier: Any) -> None:
     """Begin a client process."""
     global _client, _barrier
     _client, _barrier = connect(url), barrier
 
 
-def _ask(seconds: float, together: int, number: int) -> list[float]:
+def ask(seconds: float, together: int, number: int) -> list[float]:
     """Seconds of each acquire or PING of one client."""
     store = BackendStore(_client)
     store.many([store.acquire(f"warm-{number}", tokens=TOKENS), store.release(f"warm-{number}")])
