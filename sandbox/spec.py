@@ -67,6 +67,26 @@ class SandboxSpec(_Json):
     """Free text naming who wants it, for `release_owner` and `list`."""
     max_lifetime_s: float = DEFAULT_LIFETIME_S
     """Seconds after which the host ends the sandbox whatever happens (a backstop)."""
+    snapshot: str = ""
+    """Begin with the files, directory and variables of this one: a name of the node's own, or the path of a
+    packed one. Image, runtime, network, limits and binds are then those that it was taken with.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class SnapshotInfo(_Json):
+    """A sandbox's files, working directory and exported variables, kept."""
+
+    name: str
+    """Of the node's own, or the path of the file that they were packed into."""
+    bytes: int
+    """Content of files."""
+    files: int
+    """Files, directories and links."""
+    way: str
+    """`reflink`, `copy` or `packed`."""
+    seconds: float
+    """That the sandbox stood still."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from rollout.schema.base import (
     Identifier,
     Items,
     PolicyName,
+    RolloutId,
     Strict,
     Tag,
     TokenId,
@@ -157,6 +158,18 @@ class Agent(Strict):
         return self
 
 
+Checkpointing = Literal["never", "on_tools", "every_turn"]
+"""After which turns what forks need is kept: none, those with a tool call, or all."""
+
+
+class Origin(Strict):
+    """Where a fork left another rollout."""
+
+    rollout: RolloutId
+    turn: int = Field(ge=1, le=1000)
+    """So many model calls are shared, with what tools answered to them."""
+
+
 class RolloutRequest(Strict):
     """One task, to be rolled out `n` times as a group."""
 
@@ -187,12 +200,16 @@ class RolloutRequest(Strict):
     """Who drives the turns; None = the service's own loop, with the handler's tools."""
     webhook: Webhook | None = None
     """Called for each of the `n` rollouts; None = what the deployment is set to."""
+    checkpoints: Checkpointing = "never"
+    """What is kept of it for forks."""
+    origin: Origin | None = None
+    """Of a fork; set by the service, see `ForkRequest`."""
 
     @model_serializer(mode="wrap")
     def _as_before(self, dump):
         """Without words of newer releases where they say nothing: a release that knows none refuses them."""
         fields = dump(self)
-        for name in ("agent", "policy", "trained_roles"):
+        for name in ("agent", "policy", "trained_roles", "checkpoints", "origin"):
             if getattr(self, name) == type(self).model_fields[name].get_default(call_default_factory=True):
                 fields.pop(name, None)
         return fields
@@ -295,6 +312,8 @@ class Rollout(BaseModel):
     """Starts from INIT so far, this one included."""
     resumed: int = 0
     """How often a worker went on with what another one, lost or stopped, had begun."""
+    moved: int = 0
+    """How often its sandbox's files went to another node, where it went on."""
     request: RolloutRequest
     reward: float | None = None
     """None until scored, and whenever `drop` is set."""
@@ -362,6 +381,8 @@ class HandlerInfo(BaseModel):
     """Image of its sandbox; None = the deployment's default, or the `image` of the task where it has one."""
     repeatable: list[Stage] = Field(default_factory=list)
     """Stages that a worker goes on with, in the same attempt, when another one was lost in them."""
+    survives: Literal["files", "nothing"] = "files"
+    """What of a sandbox is enough to go on with on another node."""
     tools: list[str] = Field(default_factory=list)
     tool_schemas: list[dict[str, Any]] = Field(default_factory=list)
     """Those that the prompt describes, in the format of chat completions."""

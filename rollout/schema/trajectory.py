@@ -230,6 +230,20 @@ class Chain(BaseModel):
         return [s.policy_version for s in self._response() for _ in s.token_ids]
 
 
+class Branch(BaseModel):
+    """What a fork shares with the rollout that it left: sampled and trained there, given here."""
+
+    rollout: str
+    turn: int
+    """So many model calls are shared."""
+    tokens: int
+    """Ids of the shared beginning, over the agent's chains: the prompt, turns and what tools answered."""
+    sampled_tokens: int
+    """Those of them that were sampled there."""
+    policy_versions: list[str] = Field(default_factory=list)
+    """Versions that sampled them, in order of first use."""
+
+
 class Trajectory(BaseModel):
     """All chains of a rollout. One chain unless the handler rewrote its history."""
 
@@ -250,6 +264,8 @@ class Trajectory(BaseModel):
     """What the handler keeps of a rollout besides its turns, by name: a patch, a report of its tests."""
     receipt: Receipt | None = None
     """Of a rollout that a program drove."""
+    branch: Branch | None = None
+    """Of a fork."""
     calls: list[CallRecord] = Field(default_factory=list)
     """In the order in which they were answered; earlier releases kept none."""
 
