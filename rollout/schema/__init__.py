@@ -4,6 +4,7 @@ from rollout.schema.agents import *  # noqa: F403
 from rollout.schema.backends import *  # noqa: F403
 from rollout.schema.base import *  # noqa: F403
 from rollout.schema.batches import *  # noqa: F403
+from rollout.schema.branches import *  # noqa: F403
 from rollout.schema.fleet import *  # noqa: F403
 from rollout.schema.forks import *  # noqa: F403
 from rollout.schema.policy import *  # noqa: F403

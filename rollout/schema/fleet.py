@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 from pydantic import BaseModel, Field
+
+from rollout.schema.rollouts import Stage
 
 
 class StageLoad(BaseModel):
@@ -73,3 +77,23 @@ class Fleet(BaseModel):
     """How late the look at what is overdue is; grows when no worker reaps."""
     leases_lost: int
     """Rollouts whose worker died, hung or was cut off; only grows."""
+
+
+class HandlerInfo(BaseModel):
+    """What a handler does and takes, as the workers announced it."""
+
+    name: str
+    description: str = ""
+    task_schema: dict[str, Any] = Field(default_factory=dict)
+    """JSON Schema of `RolloutRequest.task`."""
+    uses_sandbox: bool = False
+    uses_model: bool = True
+    image: str | None = None
+    """Image of its sandbox; None = the deployment's default, or the `image` of the task where it has one."""
+    repeatable: list[Stage] = Field(default_factory=list)
+    """Stages that a worker goes on with, in the same attempt, when another one was lost in them."""
+    survives: Literal["files", "nothing"] = "files"
+    """What of a sandbox is enough to go on with on another node."""
+    tools: list[str] = Field(default_factory=list)
+    tool_schemas: list[dict[str, Any]] = Field(default_factory=list)
+    """Those that the prompt describes, in the format of chat completions."""

@@ -7,14 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollout.schema.base import Identifier, Items, Strict, Tag
-from rollout.schema.rollouts import (
-    MAX_ROLLOUTS_PER_CALL,
-    Checkpointing,
-    Limits,
-    Origin,
-    SamplingParams,
-    Webhook,
-)
+from rollout.schema.branches import Checkpointing, Origin
+from rollout.schema.rollouts import MAX_ROLLOUTS_PER_CALL, Limits, SamplingParams, Webhook
 
 
 class ForkPoint(Origin):

@@ -16,12 +16,12 @@ from rollout.schema.base import (
     Identifier,
     Items,
     PolicyName,
-    RolloutId,
     Strict,
     Tag,
     TokenId,
     new_id,
 )
+from rollout.schema.branches import Checkpointing, Origin
 from rollout.schema.trajectory import FinishReason, OtherRole, Trajectory
 
 if TYPE_CHECKING:
@@ -156,18 +156,6 @@ class Agent(Strict):
         if (self.harness == "command") != bool(self.command):
             raise ValueError("`command` is what the harness `command` starts, and belongs to no other")
         return self
-
-
-Checkpointing = Literal["never", "on_tools", "every_turn"]
-"""After which turns what forks need is kept: none, those with a tool call, or all."""
-
-
-class Origin(Strict):
-    """Where a fork left another rollout."""
-
-    rollout: RolloutId
-    turn: int = Field(ge=1, le=1000)
-    """So many model calls are shared, with what tools answered to them."""
 
 
 class RolloutRequest(Strict):
@@ -366,23 +354,3 @@ class Rollout(BaseModel):
                 f"rollout {self.id} came without a trajectory: it has none, or a summary was asked for"
             )
         return Arrays.of(self.trajectory)
-
-
-class HandlerInfo(BaseModel):
-    """What a handler does and takes, as the workers announced it."""
-
-    name: str
-    description: str = ""
-    task_schema: dict[str, Any] = Field(default_factory=dict)
-    """JSON Schema of `RolloutRequest.task`."""
-    uses_sandbox: bool = False
-    uses_model: bool = True
-    image: str | None = None
-    """Image of its sandbox; None = the deployment's default, or the `image` of the task where it has one."""
-    repeatable: list[Stage] = Field(default_factory=list)
-    """Stages that a worker goes on with, in the same attempt, when another one was lost in them."""
-    survives: Literal["files", "nothing"] = "files"
-    """What of a sandbox is enough to go on with on another node."""
-    tools: list[str] = Field(default_factory=list)
-    tool_schemas: list[dict[str, Any]] = Field(default_factory=list)
-    """Those that the prompt describes, in the format of chat completions."""

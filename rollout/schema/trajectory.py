@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from rollout.schema.agents import CallRecord, Receipt
+from rollout.schema.branches import Branch
 
 SCHEMA_VERSION = 1
 """Version of the record; a reader refuses a newer one instead of misreading it."""
@@ -228,20 +229,6 @@ class Chain(BaseModel):
     def policy_versions(self) -> list[str | None]:
         """Parallel to `response_ids`; None where the mask is 0."""
         return [s.policy_version for s in self._response() for _ in s.token_ids]
-
-
-class Branch(BaseModel):
-    """What a fork shares with the rollout that it left: sampled and trained there, given here."""
-
-    rollout: str
-    turn: int
-    """So many model calls are shared."""
-    tokens: int
-    """Ids of the shared beginning, over the agent's chains: the prompt, turns and what tools answered."""
-    sampled_tokens: int
-    """Those of them that were sampled there."""
-    policy_versions: list[str] = Field(default_factory=list)
-    """Versions that sampled them, in order of first use."""
 
 
 class Trajectory(BaseModel):

@@ -37,8 +37,8 @@ turns = Key("rollout:{<rollout_id>}:turns:<attempt>")
 """List: the turn log of an attempt in RUN, in the form that `turns/entries.py` says. At RUN's end the
 trajectory takes its place; else it expires some time after the rollout's deadline."""
 checkpoints = Key("rollout:{<rollout_id>}:checkpoints")
-"""Hash: turn → what forks from there need (JSON, `services/state/checkpoints.py`). It expires with the record,
-and so do the turn logs of a rollout that has one."""
+"""Hash: turn → what forks from there need (JSON, `services/state/checkpoints.py`). It expires with the
+record, and so do the turn logs of a rollout that has one."""
 capture = Key("rollout:{<rollout_id>}:capture:<attempt>")
 """Hash: the session of an attempt that a program drives: what it may, counts, who answers which call now, the
 reward. It and the next two end as the turn log does."""
