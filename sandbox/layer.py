@@ -8,13 +8,15 @@ runtime, a kernel without `userxattr`), `SandboxClient.note_tree` serves.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sandbox import trees
 from sandbox.connection import Address
 from sandbox.errors import SandboxRequestError
 
@@ -75,6 +77,26 @@ class Layer:
             json.dumps({path: _identity(info, opaque) for path, info, opaque in self._walk()})
         )
 
+    def unchanged(self) -> dict[str, bool] | None:
+        """Of all that was noted, whether it is as it was; None when nothing was. For :meth:`note_again`.
+        Nothing may run in the sandbox. Closed directories are looked into, and closed again.
+        """
+        if not self._noted.exists():
+            return None
+        noted, now = json.loads(self._noted.read_text()), self._now()
+        return {path: identity == now.get(path) for path, identity in noted.items()}
+
+    def note_again(self, unchanged: Mapping[str, bool]) -> None:
+        """Remember of a copy what was noted of its original: what has changed is never as it was again."""
+        now = self._now()
+        self._noted.write_text(
+            json.dumps({path: now.get(path) if same else None for path, same in unchanged.items()})
+        )
+
+    def _now(self) -> dict[str, list[int]]:
+        with contextlib.ExitStack() as opened:
+            return {path: _identity(info, opaque) for path, info, opaque in self._walk(opened)}
+
     def changes(self) -> LayerChanges:
         """What is not as it was noted. Nothing may run in the sandbox.
 
@@ -102,14 +124,18 @@ class Layer:
         changes.removed += [path for path in noted if path not in seen]
         return changes
 
-    def _walk(self) -> Iterator[tuple[str, os.stat_result, bool]]:
-        """Path, stat and whether nothing of the image shines through, of all that the directories hold."""
+    def _walk(self, opened: contextlib.ExitStack | None = None) -> Iterator[tuple[str, os.stat_result, bool]]:
+        """Path, stat and whether nothing of the image shines through, of all that the directories hold.
+        `opened`: open those that are closed; its end closes them again.
+        """
         closed: list[str] = []
         pending = [(f"/{inside}", self._scratch / name) for name, inside in BESIDE.items()]
         pending.append(("", self._upper))
         while pending:
             directory, place = pending.pop()
             try:
+                if opened is not None and not os.access(place, os.R_OK | os.X_OK):
+                    opened.enter_context(trees.open_for_now((str(place),)))
                 with os.scandir(place) as scan:
                     entries = list(scan)
             except PermissionError:

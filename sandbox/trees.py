@@ -105,7 +105,7 @@ def _entries(root: Path) -> Iterator[os.stat_result | None]:
 
 def _scan(directory: str, closed: tuple[str, ...]) -> Any:
     """Its entries (of `os.scandir`). Raises PermissionError also where only their names may be read."""
-    with _open_for_now(closed):
+    with open_for_now(closed):
         scan = os.scandir(directory)
         if os.access(directory, os.X_OK):
             return scan
@@ -116,7 +116,7 @@ def _scan(directory: str, closed: tuple[str, ...]) -> Any:
 def _look_at(batch: list[os.DirEntry], closed: tuple[str, ...]) -> list[tuple[str, os.stat_result | None]]:
     """What these are; none of the directories stays open while the count is not going on."""
     infos: list[tuple[str, os.stat_result | None]] = []
-    with contextlib.suppress(OSError), _open_for_now(closed):  # one may have been removed
+    with contextlib.suppress(OSError), open_for_now(closed):  # one may have been removed
         for entry in batch:
             try:
                 infos.append((entry.path, entry.stat(follow_symlinks=False)))
@@ -127,7 +127,7 @@ def _look_at(batch: list[os.DirEntry], closed: tuple[str, ...]) -> list[tuple[st
 
 
 @contextlib.contextmanager
-def _open_for_now(closed: tuple[str, ...]) -> Iterator[None]:
+def open_for_now(closed: tuple[str, ...]) -> Iterator[None]:
     """Let us into directories of ours that are closed even to ourselves, each below the one before; in the
     end they are closed again, but for those whose mode the agent has set meanwhile.
     """

@@ -27,6 +27,7 @@ __sbx_end() {
     [[ -z $1 ]] || __sbx_number="$1"
     __sbx_mark
 }
+__sbx_last() { builtin return "$__sbx_code"; }
 __sbx_prompt() {
     builtin local code="$?"
     [[ -z $__sbx_open ]] || { __sbx_code="$code"; __sbx_mark; }
@@ -44,8 +45,9 @@ __sbx_mark() {
     builtin printf -v PS2 ''
     builtin return 0
 }
-readonly -f __sbx_begin __sbx_say __sbx_end __sbx_prompt __sbx_mark
+readonly -f __sbx_begin __sbx_say __sbx_end __sbx_last __sbx_prompt __sbx_mark
 __sbx_back='{ __sbx_prompt; builtin trap - DEBUG RETURN; } 2>/dev/null'
+readonly __sbx_back
 PROMPT_COMMAND=$__sbx_back
 """
 
@@ -66,4 +68,5 @@ def framed(number, line):
     )
 
 
+LAST = r"\__sbx_last && :"  # typed behind what the agent is not to see: `$?` stays its last command's
 END = r"{ \__sbx_end; } 2>/dev/null"  # typed alone it has a shell at its prompt print the marker once more

@@ -77,6 +77,14 @@ class IPython:
             finally:
                 self._start_lock.release()
 
+    def variables(self, state=None):
+        """For another sandbox: whether there were any to lose, which its first cell tells, and of how many
+        cells images have the names. `state`: that of the other one.
+        """
+        if state is not None:
+            self._had_life, self._cells = state["lost"], state["cells"]
+        return {"lost": self._had_life, "cells": self._cells}
+
     def pids(self):
         """Children of the server that are waited for here."""
         return self._life.pids() if self._life is not None else []

@@ -5,10 +5,12 @@ request says that it is known, and the operation goes on when its client is gone
 same again and is given the same. `abandon` ends it as the end of the connection ends any other.
 """
 
+import json
 import socket
 import threading
+import time
 
-from errors import Ahead, Taken
+from errors import Ahead, ServerError, Taken
 
 
 class Ledger:
@@ -40,7 +42,7 @@ class Ledger:
                 self._last = max(self._last, number)
                 if number in self._abandoned:
                     operation.abandon()
-        if operation is None or operation.request != request:
+        if operation is None or not operation.is_of(request):
             raise Ahead(
                 "the sandbox has gone on beyond what its record says: operation %d was another one, or its "
                 "outcome is not kept any more; begin anew in a new sandbox" % number
@@ -71,6 +73,45 @@ class Ledger:
                 self._abandoned.add(number)
         return {}
 
+    def settle(self, wait_s, patience_s):
+        """Wait until no operation runs; those that do after `wait_s` are abandoned. Raises ServerError when
+        one goes on for `patience_s` more.
+        """
+        deadline = time.monotonic() + wait_s
+        with self._lock:
+            running = {n: one for n, one in self._operations.items() if not one.ended.is_set()}
+        for operation in running.values():
+            operation.ended.wait(max(0, deadline - time.monotonic()))
+        with self._lock:
+            for operation in running.values():
+                operation.abandon()
+        deadline = time.monotonic() + patience_s
+        for number, operation in running.items():
+            if not operation.ended.wait(max(0, deadline - time.monotonic())):
+                raise ServerError("operation %d was abandoned and goes on all the same" % number)
+
+    def state(self):
+        """For :meth:`seed` of another sandbox. Nothing may run."""
+        with self._lock:
+            kept = [[n, one.digest(), one.reply] for n, one in self._operations.items() if one.ended.is_set()]
+            counts = {"fence": self._fence, "last": self._last, "known": self._known}
+            return dict(counts, outcomes=kept, abandoned=sorted(self._abandoned))
+
+    def seed(self, state):
+        """Go on where another sandbox's ledger was. Not its fence: nobody who held an older claim was given
+        this sandbox, and those of a fork begin anew. Returns whether that was possible: nothing was numbered.
+        """
+        with self._lock:
+            if self._last or self._fence:
+                return False
+            self._last, self._known = state["last"], state["known"]
+            self._abandoned = set(state["abandoned"])
+            for number, digest, reply in state["outcomes"]:
+                operation = self._operations[number] = _Operation(None, None)
+                operation.of, operation.reply = digest, reply
+                operation.ended.set()
+            return True
+
     def _heed(self, fence):
         if fence < self._fence:
             raise Taken(
@@ -95,10 +136,20 @@ class _Operation:
         would take as an interrupt.
         """
         self.request = request
+        self.of = None
+        """Instead of the request, of one that another sandbox has carried out: its digest."""
         self.reply = {"ok": False, "error": {"type": "SandboxError", "message": "the operation broke off"}}
         self.ended = threading.Event()
         self.line = line
         self._hung_up = False
+
+    def digest(self):
+        """Of its request, which may be as large as a file."""
+        return self.of or _digest(self.request)
+
+    def is_of(self, request):
+        """Whether it is this request's."""
+        return self.of == _digest(request) if self.of else self.request == request
 
     def abandon(self):
         """Hang up, also where a process that is just being started has our end, too."""
@@ -114,3 +165,9 @@ class _Operation:
         for end in self.line:
             end.close()
         return []
+
+
+def _digest(request):
+    import hashlib  # of rare use here
+
+    return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()

@@ -180,7 +180,7 @@ def end_all(own_namespace):
                 return
             alive = [pid for pid in processes() if pid != os.getpid()]
         else:
-            alive = _descendants(os.getpid())
+            alive = descendants(os.getpid())
             for pid in alive:
                 try:
                     os.kill(pid, signal.SIGKILL)
@@ -195,7 +195,8 @@ def end_all(own_namespace):
         pause = min(2 * pause, 0.05)
 
 
-def _descendants(root):
+def descendants(root):
+    """Living processes below one."""
     children = {}
     for pid in processes():
         children.setdefault((relations(pid) or (0, 0))[0], []).append(pid)

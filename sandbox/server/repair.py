@@ -52,11 +52,11 @@ class Loader:
     def __init__(self, ours):
         """`ours`: whether the root directory is the sandbox's own, and not the machine's."""
         self._ours = ours
-        self._content = _content(PRELOAD)
+        self._content = content(PRELOAD)
 
     def restore(self):
         """Take back what the agent changed. Raises OSError."""
-        if not self._ours or _content(PRELOAD) == self._content:
+        if not self._ours or content(PRELOAD) == self._content:
             return
         from archive import remove
 
@@ -69,7 +69,7 @@ class Loader:
                 file.write(self._content)
 
 
-def _content(path):
+def content(path, most_bytes=MOST_PRELOAD_BYTES):
     """What is in the file; None without one, and what equals nothing for what no image has there.
 
     The path may be the agent's: a pipe would block, a link lead to what has no end.
@@ -81,7 +81,7 @@ def _content(path):
     except OSError:
         return object()  # something is there that cannot be read
     try:
-        return os.read(fd, MOST_PRELOAD_BYTES) if stat.S_ISREG(os.fstat(fd).st_mode) else object()
+        return os.read(fd, most_bytes) if stat.S_ISREG(os.fstat(fd).st_mode) else object()
     except OSError:
         return object()
     finally:

@@ -37,7 +37,7 @@ LOAD_REST_S = 0.2
 class Server:
     """Answers requests by handing each to the part that knows the operation."""
 
-    def __init__(self, shell, ipython, programs, workspace, key):
+    def __init__(self, shell, ipython, programs, workspace, key, env):
         self._shell = shell
         self._key = key
         self._started = time.monotonic()
@@ -46,8 +46,10 @@ class Server:
         self._loading = threading.Lock()
         self._bridge = None
         terminal = Terminal(shell, ipython.while_all_end)
-        self._ledger = Ledger()
-        self._add(self, self._ledger, terminal, ipython, programs, Trees(workspace), TAPE)
+        self._ledger, trees = Ledger(), Trees(workspace)
+        self._add(self, self._ledger, terminal, ipython, programs, trees, TAPE)
+        self._state = [shell, ipython, self._ledger, trees, env, dict(env)]
+        self._operations.update(dict.fromkeys(("state", "trees", "restore"), self._load_state))
 
     def _add(self, *parts):
         """Answer what these parts can: NAME by their method `op_NAME(request, connection)`."""
@@ -110,6 +112,16 @@ class Server:
                 self._bridge = Bridge(int(request["port"]))
                 self._add(self._bridge)
         return self._bridge.op_listen(request, connection)
+
+    def _load_state(self, request, connection):
+        """Of a sandbox that is kept or comes from one that was; most are neither."""
+        with self._loading:
+            if self._state is not None:
+                from state import State
+
+                self._add(State(*self._state))
+                self._state = None
+        return self._operations[request["op"]](request, connection)
 
     def op_ping(self, request, connection):
         return {"shell_pid": self._shell.pid(), "uptime_s": time.monotonic() - self._started}
@@ -192,7 +204,7 @@ def serve(config, shell, loader, listener, key):
     signal.set_wakeup_fd(shell.wake_fd, warn_on_full_buffer=False)
     python = config["python"]
     programs = Programs(shell, ipython, directory, workspace, env, limits, python, loader, threads.call)
-    server = Server(shell, ipython, programs, workspace, key)
+    server = Server(shell, ipython, programs, workspace, key, env)
     later = threading.Timer(LOAD_REST_S, server.load_rest)
     later.daemon = True
     later.start()

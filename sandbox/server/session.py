@@ -60,14 +60,14 @@ class Session:
 
     # -- typing ----------------------------------------------
 
-    def start(self, command, capture):
-        """Run `command` (text without NUL); its output goes to `capture`."""
+    def start(self, command, capture, ours=False):
+        """Run `command` (text without NUL); its output goes to `capture`. `ours`: not the agent's."""
         write_private(self._command_file, command + "\n")
         os.kill(self.pid, signal.SIGCONT)  # a background job may have stopped it
         set_terminal(self.fd)
         self._drop_input()
-        self.capture, self._reel = capture, TAPE.begin("bash")
-        self._begin(r"\builtin . " + self._command_file)
+        self.capture, self._reel = capture, None if ours else TAPE.begin("bash")
+        self._begin(r"\builtin . " + self._command_file + ("; " + framing.LAST if ours else ""))
 
     def _begin(self, line):
         self._number += 1

@@ -18,13 +18,14 @@ import proc
 from bash import Bash
 from errors import RequestError, ServerError, Spoiled, of_system
 from output import DEFAULT_MAX_CHARS, Capture
-from repair import open_root, usable_directory
+from repair import content, open_root, usable_directory, write_private
 from session import LATE_MAX_CHARS, MOST_LINE_BYTES, Session
 from waiting import Waiter
 
 START_TIMEOUT_S = 15.0  # bash with its rc file; generous, because a loaded node is slow
 FIRST_START_TIMEOUT_S = 5.0  # of one that another can stand in for
 SETUP_TIMEOUT_S = 10.0
+MOST_ASIDE_BYTES = 4 << 20
 
 
 class Shell:
@@ -53,7 +54,7 @@ class Shell:
         self._loader = loader
         self._limits = limits
         self._first = first
-        self._home_cwd = cwd
+        self.home = cwd
         self._own_namespace = own_namespace
         self._lock = threading.Lock()  # whoever holds it reads the terminal
         self._killing = threading.Lock()  # to end all processes, or start bash, which that would end
@@ -100,7 +101,7 @@ class Shell:
         with self._counting:
             self._resets += 1
         with self._nobody():
-            self._spawn(os.fsencode(self._home_cwd))
+            self._spawn(os.fsencode(self.home))
             self._restarted = True
             return self._result(Capture(max_chars), began)
 
@@ -202,11 +203,73 @@ class Shell:
         """Add variables to the environment of this shell and of all that follow. Raises RequestError for a
         name that bash does not let be set, or while a command runs.
         """
-        exports = "".join("export %s=%s\n" % (name, _quoted(value)) for name, value in env.items())
+        exports = "".join("export %s=%s\n" % (name, quoted(value)) for name, value in env.items())
         result = self.run("set -e\n" + exports + "set +e", SETUP_TIMEOUT_S)
         if result["exit_code"] != 0:
             raise RequestError("bash refused the environment: %s" % result["output"].strip())
         self._env.update(env)
+
+    def aside(self, command, timeout):
+        """Run a command of ours: the agent's next result is as if it had not been. Returns what it wrote to
+        standard output (bytes); None when it was not to be run, as while another one runs, or did not end.
+        """
+        report = self.private("aside")
+        if not self._lock.acquire(timeout=timeout):
+            return None
+        try:
+            with self._unattended():
+                session = self._session
+                if session.look() != "marker":
+                    return None
+                kept = session.capture, session.exit_code
+                write_private(report, "")
+                framed = "{ %s\n} >|%s </dev/null 2>/dev/null || \\builtin :" % (command, quoted(report))
+                session.start(framed, Capture(LATE_MAX_CHARS), ours=True)
+                ending = self._waiter.wait(session, time.monotonic() + timeout, heed=False)
+                if ending != "marker":
+                    self._waiter.stop(session)
+                session.late.add(session.capture.text()[0].encode())  # of background jobs
+                session.capture, session.exit_code = kept
+                return content(report, MOST_ASIDE_BYTES) if ending == "marker" else None
+        finally:
+            self._lock.release()
+
+    def notes(self):
+        """What the next result is to say besides; for :meth:`go_on`. Nothing may run."""
+        session = self._session
+        rest = session.capture.text()[0] if self._behind else ""
+        return {
+            "restarted": self._restarted or session.ending == "exited",
+            "limit_exceeded": self._limit_exceeded,
+            "told_cwd": self._told_cwd,
+            "late": rest + session.late.text()[0],
+            "late_exit_code": session.exit_code if self._behind else None,
+        }
+
+    def go_on(self, notes, cwd=None):
+        """Say that in the next result. `cwd`: begin a fresh bash there, which is told, too."""
+        with self._lock, self._unattended():
+            if cwd is not None:
+                self._spawn(cwd)
+            self._restarted = notes["restarted"] or cwd is not None
+            self._limit_exceeded, self._told_cwd = notes["limit_exceeded"], notes["told_cwd"]
+            self._session.late.add(notes["late"].encode())
+            self._behind = notes["late_exit_code"] is not None
+            if self._behind:
+                self._session.exit_code = notes["late_exit_code"]
+
+    def private(self, name):
+        """Path of a file for what goes between us and bash."""
+        return os.path.join(self._directory, name)
+
+    def where(self):
+        """The directory of bash (bytes), and the process in its foreground; None when that is itself."""
+        session = self._session
+        if session.ending == "exited":
+            return session.cwd, None
+        session.update_cwd()
+        group = session.foreground()
+        return session.cwd, None if group == session.pid else group
 
     def close(self):
         """End bash; its background jobs are left to the end of the container."""
@@ -340,7 +403,7 @@ class Shell:
         if old is not None:
             old.kill()
         open_root()
-        cwd = usable_directory([cwd, os.fsencode(self._home_cwd)])
+        cwd = usable_directory([cwd, os.fsencode(self.home)])
         # The last one once more: on a loaded machine a bash was seen that never said a word.
         tries = [(program, FIRST_START_TIMEOUT_S) for program in self._programs[:-1]]
         tries += 2 * [(self._programs[-1], START_TIMEOUT_S)]
@@ -419,6 +482,6 @@ class Shell:
             time.sleep(0.001)  # a flood of output must not keep a request from the lock
 
 
-def _quoted(text):
+def quoted(text):
     """For bash, as it is. `shlex` does that too, but imports more than all of the shell."""
     return "'%s'" % text.replace("'", "'\\''")

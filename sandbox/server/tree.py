@@ -20,29 +20,34 @@ class Trees:
 
     def __init__(self, workspace):
         self._workspace = workspace
-        self._noted = {}
+        self.noted = {}
+        """By path: what is left out, whether with directories, and identities by name (None: there is more
+        that differs than can be told).
+        """
 
     def op_note_tree(self, request, connection):
         path = os.path.join(self._workspace, request["path"])
         exclude = frozenset(request.get("exclude") or ())
         directories = bool(request.get("directories"))
         noted = {}
-        for name, _, info in _walk(path, exclude, directories, heal=False):
+        for name, _, info in walk(path, exclude, directories):
             if len(noted) >= MAX_NOTED:
                 raise RequestError("more than %d files below %s" % (MAX_NOTED, path))
-            noted[name] = _identity(info)
-        self._noted[path] = (exclude, directories, noted)
+            noted[name] = identity(info)
+        self.noted[path] = (exclude, directories, noted)
         return {"entries": len(noted)}
 
     def op_changed_tree(self, request, connection):
         path = os.path.join(self._workspace, request["path"])
-        if path not in self._noted:
+        if path not in self.noted:
             raise RequestError("%s was not noted before" % path)
-        exclude, directories, noted = self._noted[path]
+        exclude, directories, noted = self.noted[path]
+        if noted is None:
+            _check_count(MAX_CHANGED + 1, path)
         changed, seen = [], set()
-        for name, entry, info in _walk(path, exclude, directories, heal=True):
+        for name, entry, info in walk(path, exclude, directories, _make_readable):
             seen.add(name)
-            if noted.get(name) != _identity(info):
+            if noted.get(name) != identity(info):
                 changed.append(_described(name, entry, info, name not in noted))
                 _check_count(len(changed), path)
         removed = [name for name in noted if name not in seen]
@@ -55,11 +60,11 @@ def _check_count(count, path):
         raise RequestError("more than %d files are not what they were below %s" % (MAX_CHANGED, path))
 
 
-def _walk(root, exclude, directories, heal):
+def walk(root, exclude, directories, open_up=None):
     """Name below the root, entry and stat of each file and link, and of each directory if they are asked for.
 
-    `exclude`: names wherever they are, and paths below the root, with a `/` before them or without. `heal`:
-    make readable what its owner has made unreadable.
+    `exclude`: names wherever they are, and paths below the root, with a `/` before them or without.
+    `open_up(path, info, bits)`: makes readable what its owner has made unreadable.
     """
     if os.path.islink(root):
         return  # what it leads to was not noted
@@ -68,8 +73,8 @@ def _walk(root, exclude, directories, heal):
         directory, info = pending.pop()
         place, prefix = os.path.join(root, directory), directory and directory + "/"
         try:
-            if heal:
-                _make_readable(place, info or os.stat(place), stat.S_IRWXU)
+            if open_up:
+                open_up(place, info or os.stat(place), stat.S_IRWXU)
             with os.scandir(place) as scan:
                 entries = list(scan)
         except (FileNotFoundError, NotADirectoryError):
@@ -87,8 +92,8 @@ def _walk(root, exclude, directories, heal):
                 if directories:
                     yield name, entry, info
             elif kind == stat.S_IFREG:
-                if heal and not info.st_mode & stat.S_IRUSR:
-                    _make_readable(entry.path, info, stat.S_IRUSR)
+                if open_up and not info.st_mode & stat.S_IRUSR:
+                    open_up(entry.path, info, stat.S_IRUSR)
                 yield name, entry, info
             elif kind == stat.S_IFLNK:
                 yield name, entry, info
@@ -99,7 +104,8 @@ def _make_readable(path, info, bits):
         os.chmod(path, stat.S_IMODE(info.st_mode) | bits)
 
 
-def _identity(info):
+def identity(info):
+    """Two of one file differ when it was changed in between."""
     if stat.S_ISDIR(info.st_mode):
         return info.st_mode  # its times and size are those of what is in it
     return info.st_dev, info.st_ino, info.st_ctime_ns, info.st_size, info.st_mode
