@@ -25,11 +25,11 @@ MOST_NAME_BYTES = 8 << 20
 """Of all names in an answer, which comes in one frame."""
 DONE = "__sbx_done"
 SAVE = (
-    r"\builtin umask -p; \builtin trap -p; \builtin alias -p; \builtin declare -p; \builtin declare -f; "
-    r"\builtin declare -Fx; \builtin shopt -p; \builtin set +o; \builtin printf '%s' __sbx_done"
+    r"\builtin umask -p; \builtin alias -p; \builtin declare -p; \builtin declare -f; \builtin declare -Fx; "
+    r"\builtin shopt -p; \builtin trap -p; \builtin set +o; \builtin printf '%s' __sbx_done"
 )
-"""Functions behind what a function of that name could keep from being set; options last, as they change how
-all of this is read.
+"""Functions behind what one of their names could keep from being set; last what changes how this is read, and
+traps, for not all that is told of can be set.
 """
 RESTORE = r"""\builtin cd -- %(cwd)s
 \builtin unset -v %(names)s; \builtin unalias -a; \builtin shopt -u expand_aliases; \builtin shopt -s extglob
@@ -103,7 +103,12 @@ class State:
         self._env.update(state["env"])
         self._ipython.variables(state["kernel"])
         self._restore_shell(state["cwd"], state["exports"], dict(state["shell"]))
-        for path, tree in (state.get("trees") or {}).items():
+        self.note_again(state["trees"])
+        return {}
+
+    def note_again(self, told):
+        """What was noted elsewhere, by what `trees` told of it; what has changed is never as it was again."""
+        for path, tree in told.items():
             exclude, noted = frozenset(tree["exclude"]), None
             if tree["altered"] is not None:
                 noted = dict.fromkeys(tree["altered"])
@@ -112,7 +117,6 @@ class State:
                     if name not in changed:
                         noted[name] = is_now
             self._trees.noted[path] = exclude, tree["directories"], noted
-        return {}
 
     def _restore_shell(self, cwd, exports, notes):
         file = self._shell.private("state")
