@@ -65,6 +65,10 @@ class HostConfig:
     """`ROLLOUT_SANDBOX_WARM_TOTAL`: the same over all kinds."""
     warm_idle_s: int = 600
     """`ROLLOUT_SANDBOX_WARM_IDLE_S`: seconds after which a kind nobody asks for is no longer kept ready."""
+    snapshots_mb: int = 20480
+    """`ROLLOUT_SANDBOX_SNAPSHOTS_MB`: what the node's snapshots may take together, MiB."""
+    snapshots_s: int = 6 * 3600
+    """`ROLLOUT_SANDBOX_SNAPSHOTS_S`: seconds for which one is kept."""
     floors: Floors = dataclasses.field(default_factory=Floors)
     """What must be left of the node to start another sandbox: settings of the workers, docs/settings.md."""
 
@@ -162,4 +166,6 @@ _PARSERS = {
     "warm": _number,
     "warm_total": _number,
     "warm_idle_s": _number,
+    "snapshots_mb": _number,
+    "snapshots_s": _number,
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
-import functools
 import logging
 import os
 import re
@@ -14,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from sandbox.pool import Kind, WarmPool
 from sandbox.records import Record, Records, boot_id, now
 from sandbox.room import shortages
 from sandbox.runtimes import AUTO, RUNTIMES, Launch, Runtime, select_runtime
+from sandbox.snapshots import Snapshots
 from sandbox.spec import Fate, SandboxInfo, SandboxSpec
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class Containers:
     def __init__(self, state: Path, config: HostConfig):
         self.state = state
         self.config = config
-        closed = (state, paths.image_cache(), *config.closed)
+        closed = (state, paths.image_cache(), paths.snapshot_dir() or state, *config.closed)
         self._closed = tuple(place.resolve() for place in closed)
         writable = tuple(place.path for place in config.binds if place.writable)
         self.images = ImageStore(policy=ImagePolicy(config.image_roots, self._closed, writable))
@@ -75,6 +76,7 @@ class Containers:
         # Threads of their own, so that what takes long delays nothing but its like.
         self._removing = ThreadPoolExecutor(REMOVING_THREADS, "removing")
         self._unpacking = ThreadPoolExecutor(UNPACKING_THREADS, "unpacking")
+        self.snapshots = Snapshots(state, config, self._all, partial(self._removing.submit, trees.remove))
         self._boot_id = boot_id()
         self._fates: collections.OrderedDict[str, Fate] = collections.OrderedDict()
         self.counts = dict.fromkeys(COUNTS, 0)
@@ -89,24 +91,25 @@ class Containers:
     async def start(self, spec: SandboxSpec) -> SandboxInfo:
         """Give a sandbox whose shell is ready: a warm one if there is one of that kind, else a new one.
 
-        Raises ImageError, NodeShort, RuntimeUnavailable, SandboxRequestError, or SandboxStartError with the
-        runtime's stderr.
+        Raises ImageError, NodeShort, RuntimeUnavailable, SandboxRequestError, SnapshotError, or
+        SandboxStartError with the runtime's stderr.
         """
         began = time.monotonic()
-        kind, runtime = await self._kind_of(spec)
-        try:
-            info = await self._claim(kind, spec, began)
-            if info is None:
-                container = await self._boot_new(kind, runtime, spec)
-                info = await self._hand_over(container, spec, began)
-        except BaseException:
-            self.counts["failed"] += 1
-            raise
-        finally:
-            self.pool.asked(kind)
-        self.counts["started"] += 1
-        self.counts["claimed_warm"] += info.warm
-        return info
+        async with self.snapshots.opened(spec) as spec:
+            kind, runtime = await self._kind_of(spec)
+            try:
+                info = None if spec.snapshot else await self._claim(kind, spec, began)
+                if info is None:
+                    container = await self._boot_new(kind, runtime, spec)
+                    info = await self._hand_over(container, spec, began)
+            except BaseException:
+                self.counts["failed"] += 1
+                raise
+            finally:
+                self.pool.asked(kind, 0 if spec.snapshot else None)
+            self.counts["started"] += 1
+            self.counts["claimed_warm"] += info.warm
+            return info
 
     async def _claim(self, kind: Kind, spec: SandboxSpec, began: float) -> SandboxInfo | None:
         """A warm one, if there is one that still answers."""
@@ -172,6 +175,7 @@ class Containers:
                 raise NodeShort("no sandbox is started: " + "; ".join(short.values()))
             container = self._prepare(kind, runtime, spec)
             try:
+                await self.snapshots.fill(container)
                 await container.boot(self._hold_images, self._write_record)
                 if kind.ipython:
                     await self._ask(container, {"op": "ipython_warm"})
@@ -212,6 +216,7 @@ class Containers:
             container.put_files(spec.files)
             if spec.env or warm:  # a warm one has to show that it is alive
                 await self._ask(container, {"op": "setup", "env": spec.env})
+            await self.snapshots.restore(container)
             if container.is_over():
                 raise SandboxStartError(f"sandbox {container.id} ended as soon as it was ready")
             container.info = self._info_of(container, spec, began, warm)
@@ -271,7 +276,7 @@ class Containers:
             if spec.runtime not in self._runtimes:
                 auto = [name for name in AUTO if name in self.config.runtimes]
                 self._runtimes[spec.runtime] = await asyncio.to_thread(
-                    select_runtime, spec.runtime, functools.partial(self._rootfs, "base"), self.state, auto
+                    select_runtime, spec.runtime, partial(self._rootfs, "base"), self.state, auto
                 )
             return self._runtimes[spec.runtime]
 
@@ -397,6 +402,7 @@ class Containers:
                             container, f"outlived its {container.spec.max_lifetime_s:g} s", "expired"
                         )
                 self.pool.tidy()
+                self.snapshots.tidy()
             except Exception:
                 log.exception("the janitor stumbled")  # and looks after the others all the same
             if guarding is None or guarding.done():
@@ -417,6 +423,7 @@ class Containers:
 
     async def take_over(self) -> None:
         """Adopt the sandboxes that an earlier host left running, end and remove everything else of it."""
+        self.snapshots.open()
         ended = []
         for record in self._records.all():
             if record.may_be_adopted():
@@ -445,6 +452,7 @@ class Containers:
             self._hold_images(container)
         except ImageError as error:  # evicted while no host held it; what is open of it goes on working
             log.error("the image of sandbox %s is not in the cache any more: %s", record.id, error)
+        self.snapshots.recover(container)
         self.counts["adopted"] += 1
         log.warning("adopted sandbox %s of %r from an earlier host", record.id, container.spec.owner)
 
@@ -466,13 +474,17 @@ class Containers:
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start of the host, and what is going on."""
-        return self.counts | {
-            "claimed": len(self.claimed()),
-            "warm": self.pool.ready(),
-            "known": len(self._all),
-            "waiting": self._waiting,
-            "parallel_starts": PARALLEL_STARTS,
-        }
+        return (
+            self.counts
+            | self.snapshots.stats()
+            | {
+                "claimed": len(self.claimed()),
+                "warm": self.pool.ready(),
+                "known": len(self._all),
+                "waiting": self._waiting,
+                "parallel_starts": PARALLEL_STARTS,
+            }
+        )
 
     def _write_record(self, container: Container) -> None:
         self._records.write(container.record(self._boot_id))

@@ -31,6 +31,10 @@ class NodeShort(SandboxError):
     """The node has too little disk or memory left for another sandbox; later, or elsewhere, there may be."""
 
 
+class SnapshotError(SandboxError):
+    """A snapshot could not be taken, or is not there, or cannot be begun with."""
+
+
 class SandboxGone(SandboxError):
     """The sandbox (or the host daemon) is not there any more: its socket is dead."""
 

@@ -1,9 +1,9 @@
 """The sandbox host: one daemon a node and user, which owns all containers there. `python -m sandbox.host`.
 
 It is not in the way of commands: a client talks to its sandbox's own socket. On its own socket it answers
-`start`, `keep_warm`, `release`, `release_owner`, `fate`, `list`, `stats` and `stop`. Started by whoever needs
-it first (`host_client.ensure_host`). Killed, it is missed by nobody who works in a sandbox, and the next one
-adopts what runs.
+`start`, `keep_warm`, `release`, `release_owner`, `fate`, `list`, `stats`, `stop` and what snapshots need.
+Started by whoever needs it first (`host_client.ensure_host`). Killed, it is missed by nobody who works in a
+sandbox, and the next one adopts what runs.
 """
 
 from __future__ import annotations
@@ -136,6 +136,8 @@ class Host:
                 return {"released": int(await containers.release(sandbox_id, request.get("wait", True)))}
             case {"op": "release_owner", "owner": str(owner)}:
                 return {"released": await containers.release_owner(owner)}
+            case {"op": "snapshot" | "forget_snapshots"}:
+                return await containers.snapshots.answer(request)
             case {"op": "list"}:
                 return {"sandboxes": containers.list()}
             case {"op": "stats"}:

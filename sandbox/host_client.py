@@ -16,6 +16,7 @@ from sandbox import errors, paths
 from sandbox.connection import BlockingConnection, NotListening, exchange
 from sandbox.host import LOCK_NAME, LOG_NAME, SOCKET_NAME
 from sandbox.room import DISK_FLOOR, MEMORY_FLOOR
+from sandbox.snapshots.client import SnapshotRequests
 from sandbox.spec import Fate, SandboxInfo, SandboxSpec
 
 HOST_START_TIMEOUT_S = 60.0
@@ -33,11 +34,11 @@ PASSED_ON = (
     "ROLLOUT_APPTAINER",
     "ROLLOUT_IMAGE_CACHE",
     "ROLLOUT_IMAGE_CACHE_GB",
-    *(DISK_FLOOR, MEMORY_FLOOR),
+    *(DISK_FLOOR, MEMORY_FLOOR, "ROLLOUT_SNAPSHOT_DIR"),
 )
 
 
-class HostClient:
+class HostClient(SnapshotRequests):
     """The host of this node, from asyncio. Holds no connection: one request, one connection.
 
     Methods raise what the host reports (ImageError, RuntimeUnavailable, SandboxStartError, …), SandboxGone

@@ -43,6 +43,12 @@ def image_dir() -> Path:
     return Path(value).resolve() if value else rollout_home() / "images"
 
 
+def snapshot_dir() -> Path | None:
+    """Packed snapshots, for other nodes: `ROLLOUT_SNAPSHOT_DIR`, which all nodes see; None = none."""
+    value = os.environ.get("ROLLOUT_SNAPSHOT_DIR")
+    return Path(value).resolve() if value else None
+
+
 def pack_dir() -> Path:
     """Programs that the operator has built for sandboxes: `harnesses` in `ROLLOUT_HOME`."""
     return rollout_home() / "harnesses"

@@ -126,15 +126,20 @@ def send(pids: list[int], number: int = signal.SIGKILL) -> None:
 
 def end(pid: int, started: int) -> None:
     """SIGKILL for that very process, and never for the next of that pid."""
+    send_to(pid, started, signal.SIGKILL)
+
+
+def send_to(pid: int, started: int, number: int) -> None:
+    """Signal that very process, and never the next of that pid."""
     try:
         process = os.pidfd_open(pid)
     except OSError:  # it is gone, or we have no descriptor left
         if is_alive(pid, started):
-            send([pid])
+            send([pid], number)
         return
     try:
         if is_alive(pid, started):
-            signal.pidfd_send_signal(process, signal.SIGKILL)
+            signal.pidfd_send_signal(process, number)
     except (ProcessLookupError, PermissionError):
         pass
     finally:

@@ -21,7 +21,7 @@ from sandbox.container import Container
 from sandbox.runtimes import RUNTIMES, Launch
 from sandbox.spec import Limits, SandboxSpec
 
-FURNITURE = {"host.sock", "host.lock", "host.log", "start.lock", "payload"}
+FURNITURE = {"host.sock", "host.lock", "host.log", "start.lock", "payload", "snapshots"}
 """What belongs to the host itself and not to any sandbox."""
 PER_SANDBOX = ("records", "scratch")
 """Directories of the host with one entry a sandbox."""
