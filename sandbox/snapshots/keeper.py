@@ -18,15 +18,13 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from sandbox import connection, paths
 from sandbox.config import HostConfig
 from sandbox.errors import SandboxError, SandboxGone, SandboxRequestError, SnapshotError
 from sandbox.layer import Layer
 from sandbox.room import DISK, free_disk, shortages
 from sandbox.snapshots import copying
-from sandbox.snapshots.manifest import MIB, Manifest, describe, image_of, read
+from sandbox.snapshots.manifest import MIB, Manifest, describe, image_of, read, write
 from sandbox.snapshots.still import Still
 from sandbox.snapshots.store import FILES, Store
 from sandbox.spec import SandboxSpec, SnapshotInfo
@@ -145,7 +143,7 @@ class Snapshots:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             with io.FileIO(os.open(unfinished, flags, 0o600), "w") as file:
-                await copying.pack(container.runtime, container.launch, msgspec.json.encode(manifest), file)
+                await copying.pack(container.runtime, container.launch, write(manifest), file)
                 await connection.in_thread(still.check)
                 await connection.in_thread(os.fsync, file.fileno())
             unfinished.rename(target)
@@ -205,13 +203,13 @@ class Snapshots:
             await copying.copy_in(runtime, launch, files, manifest.parts)
         else:
             await copying.unpack(runtime, launch, files, manifest.parts)
-        if manifest.noted is not None:
-            await connection.in_thread(Layer(container.address).note_again, manifest.noted)
 
     async def restore(self, container: Container) -> None:
         """Give one that was booted the rest. Raises SnapshotError."""
         if opened := self._opened.get(id(container.spec)):
-            state, before = opened[0].state, opened[0].workspace
+            state, before, noted = opened[0].state, opened[0].workspace, opened[0].noted
+            if noted is not None:  # the boot has put into the layer what it always does
+                await connection.in_thread(Layer(container.address).note_again, noted)
             if (now := container.runtime.places(container.launch).workspace) != before:  # of no container
                 scratches = (str(Path(place).parent) for place in (before, now))
                 state = json.loads(json.dumps(state).replace(*scratches))

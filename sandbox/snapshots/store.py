@@ -11,12 +11,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
-
 from sandbox import paths
 from sandbox.errors import SnapshotError
 from sandbox.snapshots.copying import MANIFEST
-from sandbox.snapshots.manifest import Manifest, read
+from sandbox.snapshots.manifest import Manifest, read, write
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +73,7 @@ class Store:
 
     def finish(self, place: Path, manifest: Manifest) -> None:
         """Have it, under its name, from now on; another of that name is dropped."""
-        (place / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+        (place / MANIFEST).write_bytes(write(manifest))
         self._add(place.rename(self.place / place.name.removeprefix(UNFINISHED)), manifest)
 
     @contextlib.contextmanager
