@@ -182,7 +182,9 @@ class Runtime(abc.ABC):
         if PROCESSORS.is_dir():
             own.append(Bind(PROCESSORS, str(PROCESSORS)))
         hidden = [name for name in KEYS if Path(name).exists()]
-        if launch.rootfs is not None and os.path.lexists(f"{launch.rootfs}{PRELOAD}"):
+        # Of the image, or of an agent whose sandbox this one begins with.
+        layers = (launch.rootfs, scratch / "overlay" / "upper") if launch.rootfs is not None else ()
+        if any(os.path.lexists(f"{layer}{PRELOAD}") for layer in layers):
             hidden.append(PRELOAD)
         code += [Bind(scratch / "etc" / "nothing", name) for name in hidden]
         targets = {bind.target for bind in launch.binds}

@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
 PACKED = ".tar"
+PACKED_FILES = FILES + PACKED
+MANY, SMALL_BYTES = 2000, 64 << 10
+"""More files than that, and smaller, are packed in the node's own store, too: it takes long to make a file."""
 ASK_S = 60.0
 """For the server inside to answer, besides what it was told to wait."""
 TIDY_S = 10.0
@@ -126,9 +129,14 @@ class Snapshots:
         self._check_disk(manifest.bytes)
         place = self._store.begin(container.runtime.run_as)
         try:
-            await copying.copy_out(container.runtime, container.launch, place / FILES)
+            if manifest.files > MANY and manifest.bytes < manifest.files * SMALL_BYTES:
+                with io.FileIO(place / PACKED_FILES, "x") as file:
+                    await copying.pack(container.runtime, container.launch, b"{}", file)
+                way = "packed"
+            else:
+                await copying.copy_out(container.runtime, container.launch, place / FILES)
+                way = "reflink" if copying.shares_blocks(place) else "copy"
             await connection.in_thread(still.check)
-            way = "reflink" if copying.shares_blocks(place) else "copy"
             self._store.finish(place, manifest)
         except BaseException:
             self._remove(place)
@@ -175,8 +183,10 @@ class Snapshots:
             try:
                 if target is None:
                     place = stack.enter_context(self._store.used(spec.snapshot))
-                    manifest = read(await asyncio.to_thread((place / copying.MANIFEST).read_bytes))
                     files: Path | io.FileIO = place / FILES
+                    if (place / PACKED_FILES).exists():
+                        files = stack.enter_context(_open_packed(place / PACKED_FILES))
+                    manifest = read(await asyncio.to_thread((place / copying.MANIFEST).read_bytes))
                 else:
                     files = stack.enter_context(_open_packed(target))
                     manifest = read(await asyncio.to_thread(copying.packed_manifest, files))
