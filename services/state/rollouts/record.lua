@@ -1,4 +1,4 @@
--- needs: full observations rollouts/timeline backends/waiting rollouts/ahead batches/hooks results/account requests
+-- needs: full observations checkpoints rollouts/timeline backends/waiting rollouts/ahead batches/hooks results/account requests
 -- A rollout's record and its states: the only code that writes a state. Takes `ALLOWED` (the transition table of
 -- store.py), `RETENTION_MS` and `ABSENT_MS`.
 
@@ -92,13 +92,14 @@ local function next_attempt(r, blame)
   count('retry_' .. blame)
 end
 
--- The turns of this attempt, and of the one before where that has just ended.
+-- The turns of this attempt, and of the one before where that has just ended; of one with checkpoints they stay.
 local function forget_turns(r)
+  forget(r.id, 'handed')
+  if keeps_turns(r.id, r.attempt, field(r.id, 'deadline')) then return end
   for attempt = r.attempt - 1, r.attempt do
     redis.call('DEL', KEY.turns(r.id, attempt), KEY.capture(r.id, attempt), KEY.capture_calls(r.id, attempt),
       KEY.capture_nodes(r.id, attempt))
   end
-  forget(r.id, 'handed')
 end
 
 -- RUN waits for a worker that goes on with it. What the former one still does is void.
@@ -114,7 +115,7 @@ end
 local function restart(r, by, delay, takes_its_turn)
   forget_failure(r.id)
   forget(r.id, 'sandbox', 'node', 'policy_versions')
-  redis.call('DEL', KEY.trajectory(r.id))
+  redis.call('DEL', KEY.trajectory(r.id), KEY.checkpoints(r.id))
   forget_turns(r)
   release_backend(r.id)
   enter(r, 'queued', by)

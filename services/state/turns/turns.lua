@@ -1,3 +1,4 @@
+-- needs: checkpoints
 -- The turn log of an attempt: a list of entries, to which whoever holds the rollout adds; see entries.py.
 
 -- For how long it outlives the deadline of its rollout (ms): releases that know of no log do not delete it.
@@ -13,6 +14,6 @@ function operations.append(ask)
   local there = redis.call('LLEN', log)
   if there < ask.at then return {word = 'behind', at = there} end
   for i = 3 + there - ask.at, #ARGV do redis.call('RPUSH', log, ARGV[i]) end
-  redis.call('PEXPIRE', log, math.max(0, tonumber(r[3]) - now) + LEFT_MS)
+  outlive(log, math.max(0, tonumber(r[3]) - now) + LEFT_MS)
   return {word = 'ok'}
 end
