@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rollout.schema import State
 from services.state.rollouts.store import Finish
+from workers import forks
 from workers.errors import StageTimeout
 from workers.handlers.base import InitContext
 from workers.patience import time_limit
@@ -23,7 +24,7 @@ async def init(run: StageRun) -> Finish:
     limit = claim.request.limits.init_timeout_s
     async with time_limit(limit, StageTimeout, f"INIT took longer than init_timeout_s = {limit:g}"):
         try:
-            await handler.init(ctx)
+            await (forks.init(run, ctx) if claim.request.origin else handler.init(ctx))
         except Exception as raised:
             error, _ = await consult(handler.on_init_error, ctx, raised)
             raise error from error.__cause__

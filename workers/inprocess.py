@@ -146,6 +146,7 @@ class _Episode:
         self.settings = runner.settings
         self.host = HostClient()
         self.prompts = PromptSizes()
+        self.checkpoints = None
         self._runner, self._http, self._request = runner, http, request
         self._group_id, self._index, self._id = group_id, index, rollout_id
         self._created = time.time()

@@ -14,6 +14,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 
 from rollout.schema import Stage
 from services.settings import Settings
+from workers import checkpoints
 from workers.handlers.environments import metrics as environments
 from workers.held import Held
 from workers.image_builds import BUILD_SECONDS
@@ -51,7 +52,7 @@ class WorkerMetrics:
             buckets=LAG_BUCKETS_S,
             registry=self.registry,
         )
-        for metric in (*scoring.ALL, *environments.ALL, CHORE_FAILURES, BUILD_SECONDS):
+        for metric in (*scoring.ALL, *environments.ALL, *checkpoints.ALL, CHORE_FAILURES, BUILD_SECONDS):
             self.registry.register(metric)
         ProcessCollector(registry=self.registry)
         self.registry.register(self)

@@ -11,6 +11,7 @@ from sandbox.client import SandboxClient
 from sandbox.errors import SandboxError, SandboxGone
 from services.state.rollouts.store import Finish
 from services.state.turns.entries import trajectory_of
+from workers import checkpoints, forks
 from workers.agent.loop import AgentLoop
 from workers.agent.others import refuse_text
 from workers.agent.turns import TurnLog
@@ -32,7 +33,8 @@ async def run_turns(run: StageRun) -> Finish:
     handler = run.handler
     router = run.services.router(claim)
     log = run.services.turn_log(claim, run.held)
-    agent = AgentLoop(claim.request, claim.index, router, handler.tools, handler.advertise_tools, log)
+    agent = AgentLoop(claim.request, forks.place(claim), router, handler.tools, handler.advertise_tools, log)
+    agent.around_call = checkpoints.around_calls(run, agent, log)
     agent.metrics.update(claim.metrics)
     more = {"metrics": agent.metrics, "artifacts": agent.trajectory.artifacts, "agent": agent}
     ctx = run.context(RunContext, fence=claim.fence, spent_s=log.spent_before_s, **more)
@@ -96,8 +98,9 @@ async def run_turns(run: StageRun) -> Finish:
         await run.others.close(agent.trajectory, agent.metrics)
         if ctx.sandbox is not None:
             await ctx.sandbox.close()
+    lacks = claim.request.origin and forks.tell_shared(claim.request.origin, agent, reason)
     if handler.uses_model and "error" not in fields and not agent.trajectory.sampled_tokens:
-        error = unsampled(reason, agent.trajectory)
+        error = lacks or unsampled(reason, agent.trajectory)
         if error.retry:
             raise error
         fields |= failed(run, error) | {"finish_reason": reason.value}

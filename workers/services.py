@@ -16,6 +16,7 @@ from sandbox.host_client import HostClient
 from services.dispatch import Dispatcher
 from services.settings import Settings
 from services.state.backends.store import BackendStore, PlacementPolicy
+from services.state.checkpoints import CheckpointStore
 from services.state.fleet import FleetStore
 from services.state.policy.store import PolicyStore
 from services.state.redis import LoopConnection, connect
@@ -69,6 +70,7 @@ class WorkerServices:
         self._connection = LoopConnection(settings.redis_url)
         self.placements = Placements(self.backends, self._connection)
         self._turns = TurnStore(self.redis)
+        self.checkpoints = CheckpointStore(self.redis, settings)
         self.prompts = PromptSizes()
         self.metrics = WorkerMetrics(self.held.values)
         self._http: aiohttp.ClientSession | None = None

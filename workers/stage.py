@@ -60,6 +60,7 @@ class StageServices(SandboxServices, Protocol):
     """What a stage asks of its worker: `WorkerServices`, or the runner of a handler in one process."""
 
     prompts: PromptSizes
+    checkpoints: Any  # a `CheckpointStore`, or None
 
     def handler(self, request: RolloutRequest) -> AgentHandler[Any]: ...
     def router(self, claim: Claim, policy: str | None = None, slot: str = "") -> Router: ...

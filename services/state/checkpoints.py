@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import redis
+from pydantic import Field
 
 from rollout.schema.forks import Checkpoint
 from rollout.schema.rollouts import Origin
@@ -10,6 +11,8 @@ from rollout.schema.trajectory import Branch, Trajectory
 from services.settings import Settings
 from services.state import keys
 from services.state.scripts import Operations
+from services.state.turns import store as turns
+from services.state.turns.entries import Answered, Sampled, decode, encode
 
 
 class Kept(Checkpoint):
@@ -25,6 +28,8 @@ class Kept(Checkpoint):
     """Name of the files in the store of `node`; None = there are none, or they were not kept."""
     image: str | None = None
     """Of the sandbox."""
+    counts: dict[str, float] = Field(default_factory=dict)
+    """What the agent loop had counted."""
 
 
 class CheckpointStore:
@@ -32,6 +37,7 @@ class CheckpointStore:
 
     def __init__(self, client: redis.Redis, settings: Settings) -> None:
         self._redis = client
+        self._turns = turns.TurnStore(client)
         self._do = Operations(client, "checkpoints", RETENTION_MS=int(settings.retention_s * 1000))
 
     def put(self, rollout_id: str, kept: Kept, fence: int) -> bool:
@@ -57,8 +63,25 @@ class CheckpointStore:
         ends = int(until * 1000)
         return self._do("hold_checkpoints", rollout=rollout_id, attempt=attempt, ends=ends)
 
+    def copy_turns(self, kept: Kept, origin: Origin, rollout_id: str, attempt: int, fence: int) -> bool:
+        """Begin the turn log of a fork with what it shares; its time and calls are the other one's.
 
-def given(trajectory: Trajectory, origin: Origin) -> None:
+        False: the checkpoint is not there any more, or is another one by now.
+        """
+        entries = decode(turns.read(self._redis, origin.rollout, kept.attempt)[: kept.entries])
+        if len(entries) < kept.entries or self.get(origin.rollout, origin.turn) != kept:
+            return False
+        for entry in entries:
+            if isinstance(entry, Sampled):
+                entry.spent_s, entry.routed_experts = 0.0, None
+            if isinstance(entry, Sampled | Answered):
+                entry.call = None
+        do, ask = self._turns.append(rollout_id, attempt, fence, 0, [*map(encode, entries)])
+        do.send(ask)  # to whom it is lost, the end of INIT says so
+        return True
+
+
+def given(trajectory: Trajectory, origin: Origin) -> Branch:
     """Make the first turns of a fork's trajectory what they are to it: shared, and not sampled here.
 
     A chain in which nothing else was sampled is not to be learned from.
@@ -83,3 +106,4 @@ def given(trajectory: Trajectory, origin: Origin) -> None:
         if not own:
             chain.trained = False
     trajectory.branch = branch
+    return branch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 from rollout.arrays import unpack_ids
 from rollout.schema import Backend, RolloutRequest, new_id
@@ -37,7 +38,7 @@ class AgentLoop:
     def __init__(
         self,
         request: RolloutRequest,
-        index: int,
+        index: int | str,
         router: Router,
         tools: Sequence[Tool] = (),
         advertise_tools: bool = True,
@@ -50,6 +51,8 @@ class AgentLoop:
         self._index = index
         self._router = router
         self._log = log or TurnLog()
+        self.around_call: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
+        """Around each call of the model."""
         self.trajectory.calls = self._log.calls.records
         self._advertises = advertise_tools
         self._offer(tools)
@@ -173,13 +176,14 @@ class AgentLoop:
         else:
             self._log.settle()
             await self._log.pause()
-            completion = await self._sample(max_tokens)
-            turn = self._codec.parse(self._buffer.ids, completion.token_ids)
-            described = self._backend.model_dump_json(exclude_defaults=True) if self._note_takeover() else ""
-            call = self._log.calls.model(completion, self._backend.id, len(self._buffer.ids))
-            self._log.add_sampled(completion, turn, call, backend=described)
-            # Before anybody acts on it.
-            await self._log.flush()
+            async with self.around_call():
+                completion = await self._sample(max_tokens)
+                turn = self._codec.parse(self._buffer.ids, completion.token_ids)
+                other = self._backend.model_dump_json(exclude_defaults=True) if self._note_takeover() else ""
+                call = self._log.calls.model(completion, self._backend.id, len(self._buffer.ids))
+                self._log.add_sampled(completion, turn, call, backend=other)
+                # Before anybody acts on it.
+                await self._log.flush()
         self._buffer.add_sampled(completion, turn)
         self._count("model_calls")
         self._count("sampled_tokens", len(completion.token_ids))

@@ -97,6 +97,11 @@ class TurnLog:
         """RUN's time limit begins to run here."""
         self._began = time.monotonic()
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """Entries, with those that wait to be written, and operations of the sandbox that are in them."""
+        return self._written + len(self._new), self._number
+
     # -- what former workers did -------------------------------------------------------------
 
     @property

@@ -15,6 +15,7 @@ from rollout import arrays
 from rollout.schema import Rollout, RolloutRequest, State
 from rollout.trajectory import Trajectory
 from services.state import keys
+from services.state.checkpoints import given
 from services.state.requests import first_line
 from services.state.rollouts import payloads
 from services.state.tenants import DEFAULT_TENANT
@@ -89,7 +90,10 @@ class RolloutReader:
         except ValueError as error:
             self.skipped.tell(rollout.id, error)
             return None
-        return trajectory_of(entries) if entries else None
+        trajectory = trajectory_of(entries) if entries else None
+        if trajectory and rollout.request.origin:
+            given(trajectory, rollout.request.origin)
+        return trajectory
 
     def state(self, rollout_id: str, tenant: str | None = None) -> State | None:
         """Only the state: the cheap question. With a tenant, None for another one's rollout."""

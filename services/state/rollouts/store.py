@@ -282,6 +282,8 @@ class RolloutStore(RolloutReader):
             error = answer.get("error")
             attempt, resumed = int(answer["attempt"]), int(answer.get("resumed") or 0)
             stored = payloads.get(self._redis, keys.trajectory(rollout_id)) if stage is Stage.EVAL else None
+            request = RolloutRequest.model_validate_json(answer["request"])
+            goes_on = stage is Stage.RUN and (resumed or request.origin)
             return Claim(
                 rollout_id=rollout_id,
                 group_id=answer["group"],
@@ -290,7 +292,7 @@ class RolloutStore(RolloutReader):
                 stage=stage,
                 fence=int(answer["fence"]),
                 deadline_in_s=(int(answer["deadline"]) - answer["now"]) / 1000,
-                request=RolloutRequest.model_validate_json(answer["request"]),
+                request=request,
                 sandbox=SandboxRecord.model_validate(box["record"]) if box else None,
                 sandbox_socket=box["socket"] if box else None,
                 node=answer.get("node") or None,
@@ -300,7 +302,7 @@ class RolloutStore(RolloutReader):
                 metrics=json.loads(answer.get("metrics") or "{}"),
                 stored_trajectory=stored,
                 resumed=resumed,
-                turns=turns.read(self._redis, rollout_id, attempt) if stage is Stage.RUN and resumed else (),
+                turns=turns.read(self._redis, rollout_id, attempt) if goes_on else (),
                 handed=answer.get("handed") == "1",
                 left_on=answer.get("left_on"),
             )
