@@ -91,5 +91,5 @@ def tell_shared(origin: Origin, agent: AgentLoop, reason: FinishReason) -> Stage
         return StageTimeout("run_timeout_s passed before the fork had said anything of its own")
     return TaskError(
         f"RUN ended with {reason.value} before the fork had said anything of its own: {branch.turn} shared "
-        f"turns with {branch.sampled_tokens} sampled ids count for its limits; raise them, or fork an earlier turn"
+        f"turns with {branch.sampled_tokens} sampled ids count for its limits: raise them, or fork an earlier one"
     )
