@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from rollout.schema import Stage
-from rollout.schema.rollouts import Origin
+from rollout.schema import Origin, Stage
 from rollout.schema.trajectory import FinishReason
 from sandbox.errors import ImageError, SnapshotError
 from services.state.checkpoints import given
@@ -91,5 +90,5 @@ def tell_shared(origin: Origin, agent: AgentLoop, reason: FinishReason) -> Stage
         return StageTimeout("run_timeout_s passed before the fork had said anything of its own")
     return TaskError(
         f"RUN ended with {reason.value} before the fork had said anything of its own: {branch.turn} shared "
-        f"turns with {branch.sampled_tokens} sampled ids count for its limits: raise them, or fork an earlier one"
+        f"turns with {branch.sampled_tokens} ids count for its limits; raise them, or fork an earlier one"
     )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import redis
 from pydantic import Field
 
-from rollout.schema.forks import Checkpoint
-from rollout.schema.rollouts import Origin
+from rollout.schema import Checkpoint, Origin
 from rollout.schema.trajectory import Branch, Trajectory
 from services.settings import Settings
 from services.state import keys

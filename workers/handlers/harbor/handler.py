@@ -14,7 +14,7 @@ from workers.errors import TaskError
 from workers.handlers.base import EVERY_STAGE, AgentHandler, EvalContext, InitContext, Reward, RunContext
 from workers.handlers.harbor import mcp, solution, steps, verifier
 from workers.handlers.harbor.artifacts import keep_artifacts
-from workers.handlers.harbor.network import ALLOWLIST, VARIABLES, way_out
+from workers.handlers.harbor.network import ALLOWLIST, NO_NETWORK, VARIABLES, check, way_out
 from workers.handlers.harbor.opening import opening
 from workers.handlers.harbor.ready import begin, lay_out
 from workers.handlers.harbor.task import HarborTask
@@ -64,6 +64,8 @@ class Harbor(AgentHandler[HarborTask]):
 
     async def run(self, ctx: RunContext[HarborTask]) -> FinishReason:
         trial = await trial_of(ctx)
+        if ctx.request.origin is not None:
+            _check_fork(trial)
         await self.warm(ctx)
         if len(trial.directory.steps) > 1:
             return await steps.play(ctx, trial, self._turns)
@@ -120,6 +122,26 @@ class Harbor(AgentHandler[HarborTask]):
         verdict = await verifier.verify(ctx, trial, step)
         await keep_artifacts(ctx, trial, step)
         return Reward(verdict.reward, verdict.rewards)
+
+
+def _check_fork(trial: Trial) -> None:
+    """Refuse what has more to it than its files and its turns.
+
+    Raises:
+        TaskError: It says what.
+    """
+    step, environment = trial.directory.steps[0], trial.directory.config.environment
+    if len(trial.directory.steps) > 1:
+        raise TaskError(
+            "a task with [[steps]] cannot be forked: what was verified of one is of another sandbox"
+        )
+    if environment.healthcheck or step.healthcheck:
+        raise TaskError(
+            "a task with a healthcheck cannot be forked: its services do not run in the new sandbox"
+        )
+    mode, hosts = trial.network(step.agent)
+    if mode not in (None, NO_NETWORK) and not check(mode, hosts):
+        raise TaskError(f"network_mode {mode!r}: its way out leads nowhere in the sandbox of a fork")
 
 
 def _check_program(trial: Trial) -> None:
