@@ -6,6 +6,8 @@ Nothing in this package imports Flask, Celery, Redis or torch.
 from rollout.schema import (
     Blame,
     Chain,
+    ForkPoint,
+    ForkRequest,
     Limits,
     Rollout,
     RolloutRequest,
@@ -22,6 +24,8 @@ __all__ = [
     "Blame",
     "Chain",
     "Client",
+    "ForkPoint",
+    "ForkRequest",
     "Limits",
     "Rollout",
     "RolloutRequest",

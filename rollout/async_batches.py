@@ -14,7 +14,7 @@ from functools import partial
 from typing import Literal, NamedTuple
 from urllib.parse import quote
 
-from rollout.calls import parts_of, with_id
+from rollout.calls import Request, parts_of, with_id
 from rollout.errors import ApiError
 from rollout.http import CONFLICT, Gateway, Polls, present
 from rollout.schema import (
@@ -25,7 +25,6 @@ from rollout.schema import (
     GroupPage,
     PromptsRequest,
     PromptsResponse,
-    RolloutRequest,
     new_id,
 )
 
@@ -156,9 +155,7 @@ class AsyncBatches:
             for _, task, _ in begun:
                 task.cancel()
 
-    async def extend(
-        self, batch_id: str, prompts: Sequence[RolloutRequest] = (), closed: bool | None = None
-    ) -> int:
+    async def extend(self, batch_id: str, prompts: Sequence[Request] = (), closed: bool | None = None) -> int:
         """Add prompts; `closed`: these are the last. Returns how many wait."""
         parts = await self._gateway.aside(lambda: _parts(prompts))
         waiting = 0
@@ -224,6 +221,6 @@ def _path(batch_id: str, rest: str = "") -> str:
     return f"/v1/batches/{quote(batch_id, safe='')}{rest}"
 
 
-def _parts(prompts: Sequence[RolloutRequest]) -> list[list[RolloutRequest]]:
+def _parts(prompts: Sequence[Request]) -> list[list[Request]]:
     """Prompts by calls; one part without any where there are none."""
     return [[prompt for prompt, _ in part] for part in parts_of(prompts)] or [[]]

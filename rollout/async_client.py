@@ -23,6 +23,10 @@ from rollout.schema import (
     AgentAccess,
     BatchRequest,
     Blame,
+    Checkpoint,
+    CheckpointList,
+    ForkPoint,
+    ForkRequest,
     Group,
     ResultPage,
     Rollout,
@@ -53,6 +57,7 @@ Python lists of a long one takes longer than to fetch it."""
 # Named here because the method `list` hides the builtin inside the class.
 Accepted = list[Submitted]
 Results = list[Rollout]
+Kept = list[Checkpoint]
 
 
 class AsyncClient(AsyncService):
@@ -88,6 +93,21 @@ class AsyncClient(AsyncService):
         for part in await self.aside(lambda: parts_of(map(with_id, requests_in(requests)))):
             body = b'{"requests":[' + b",".join(text for _, text in part) + b"]}"
             yield (await self.fetch(SubmitResponse, "POST", "/v1/rollouts", body=body)).rollouts
+
+    async def fork(self, rollout_id: str, turn: int, n: int = 1, **options: Any) -> Accepted:
+        """Start `n` rollouts that go on from a turn of another one, which kept it (`checkpoints`).
+
+        Args:
+            options: Further fields of `ForkRequest`. Such requests can also be given to `submit`, `rollouts`
+                and `run`, and be prompts of a batch.
+        """
+        point = ForkPoint(rollout=rollout_id, turn=turn, n=n)
+        return await self.submit(ForkRequest(from_=point, **options))
+
+    async def checkpoints(self, rollout_id: str) -> Kept:
+        """The turns of a rollout from which others can go on, by turn; none where it was to keep none."""
+        path = f"/v1/rollouts/{quote(rollout_id)}/checkpoints"
+        return (await self.fetch(CheckpointList, "GET", path)).checkpoints
 
     async def put_bundle(self, bundle: Bundle | HarborTask) -> bool:
         """Send a task directory that rollouts name by its digest, if it is not there; whether it was sent.

@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-from rollout.schema import MAX_ROLLOUTS_PER_CALL, BatchRequest, RolloutRequest, new_id
+from rollout.schema import MAX_ROLLOUTS_PER_CALL, BatchRequest, ForkRequest, RolloutRequest, new_id
 
-Requests = RolloutRequest | Iterable[RolloutRequest]
-R = TypeVar("R", RolloutRequest, BatchRequest)
+Request = RolloutRequest | ForkRequest
+Requests = Request | Iterable[Request]
+R = TypeVar("R", bound=RolloutRequest | ForkRequest | BatchRequest)
 MAX_CALL_BYTES = 8 << 20
 """Body size at which a submission is split, well under the gateway's default limit of 32 MiB."""
 
 
-def requests_in(requests: Requests) -> Iterable[RolloutRequest]:
+def requests_in(requests: Requests) -> Iterable[Request]:
     """The requests, also where there is only one."""
-    return [requests] if isinstance(requests, RolloutRequest) else requests
+    return [requests] if isinstance(requests, Request) else requests
 
 
-def take(source: Iterator[RolloutRequest], room: float) -> list[RolloutRequest]:
+def take(source: Iterator[Request], room: float) -> list[Request]:
     """Requests for so many rollouts. A group is submitted whole, so the last may go a little beyond."""
-    requests: list[RolloutRequest] = []
+    requests: list[Request] = []
     while room > 0 and (request := next(source, None)) is not None:
         requests.append(request)
         room -= request.n
@@ -39,9 +40,9 @@ def ids_by_calls(ids: Iterable[str]) -> list[dict[str, list[str]]]:
     return [{"ids": every[start : start + MAX_ROLLOUTS_PER_CALL]} for start in starts]
 
 
-def parts_of(requests: Iterable[RolloutRequest]) -> list[list[tuple[RolloutRequest, bytes]]]:
+def parts_of(requests: Iterable[Request]) -> list[list[tuple[Request, bytes]]]:
     """Requests with their JSON by calls, in order: at most 1,000 rollouts, and 8 MiB, in each."""
-    parts: list[list[tuple[RolloutRequest, bytes]]] = []
+    parts: list[list[tuple[Request, bytes]]] = []
     total = size = 0
     for request in requests:
         text = request.model_dump_json(exclude_defaults=True).encode()

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from rollout.schema import Batch, Rollout, RolloutRequest
+from rollout.calls import Request
+from rollout.schema import Batch, Rollout
 
 if TYPE_CHECKING:
     from rollout.calls import Requests
@@ -86,7 +87,7 @@ class BatchMeter(_Bar):
 
 def expected(requests: Requests) -> int | None:
     """How many rollouts the requests ask for; None where that cannot be known before they are read."""
-    if isinstance(requests, RolloutRequest):
+    if isinstance(requests, Request):
         return requests.n
     # What has a length can be read twice.
     return sum(request.n for request in requests) if isinstance(requests, Sized) else None

@@ -182,6 +182,8 @@ class Client:
         return Batches(self)
 
     submit = _blocking(AsyncClient.submit)
+    fork = _blocking(AsyncClient.fork)
+    checkpoints = _blocking(AsyncClient.checkpoints)
     put_bundle = _blocking(AsyncClient.put_bundle)
     get = _blocking(AsyncClient.get)
     wait = _blocking(AsyncClient.wait)

@@ -19,6 +19,7 @@ from rollout.cli.batches import batches
 from rollout.cli.completion import completion
 from rollout.cli.datasets import tasks
 from rollout.cli.export import export
+from rollout.cli.forks import fork
 from rollout.cli.plan import plan_command
 from rollout.cli.points import PointGroup
 from rollout.cli.policy import policy
@@ -76,7 +77,7 @@ def main() -> None:
 
 
 for _command in (
-    *(agent, archive, backends, batches, cancel, completion, export, fetch, list_, plan_command),
-    *(policy, show, status, submit, tasks, top, watch),
+    *(agent, archive, backends, batches, cancel, completion, export, fetch, fork, list_),
+    *(plan_command, policy, show, status, submit, tasks, top, watch),
 ):
     main.add_command(_command)

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from rollout.schema.base import MAX_INT53, Identifier, Items, Strict
-from rollout.schema.rollouts import MAX_ROLLOUTS_PER_CALL, Rollout, RolloutRequest
+from rollout.schema.forks import AnyRequest, ForkRequest
+from rollout.schema.rollouts import MAX_ROLLOUTS_PER_CALL, Rollout
 
 MAX_PROMPTS_PER_CALL = 1000
 """Prompts that one call may bring; further calls extend the batch."""
@@ -49,14 +50,22 @@ class FilterSpec(Strict):
     options: dict[str, Any] = Field(default_factory=dict, max_length=100)
 
 
+def _require_unnamed(prompts: list[Any], kind: type = Strict) -> None:
+    for position, prompt in enumerate(prompts):
+        for name, value in (("id", None), ("group_id", None), ("n", 1)):
+            if isinstance(prompt, kind) and getattr(prompt, name) != value:
+                where = "from.n" if isinstance(prompt, ForkRequest) and name == "n" else name
+                raise ValueError(f"prompts.{position}.{where}: the batch gives its own; leave it out")
+
+
 class BatchRequest(Strict):
     """Groups wanted, the prompts they may come from, and what makes a group worth keeping."""
 
     id: Annotated[Identifier, Field(max_length=MAX_BATCH_ID)] | None = None
     """Chosen by the caller, it makes the call idempotent."""
-    prompts: Items[RolloutRequest] = Field(default_factory=list)
-    """One group each, in this order; their `n`, `id` and `group_id` are the batch's to give. A call takes
-    1,000 of them; the client makes several calls of more."""
+    prompts: Items[AnyRequest] = Field(default_factory=list)
+    """One group each, in this order: of a task, or from a turn of another rollout. Their `n`, `id` and
+    `group_id` are the batch's to give. A call takes 1,000 of them; the client makes several calls of more."""
     n: int = Field(default=8, ge=1, le=MAX_ROLLOUTS_PER_CALL)
     """Rollouts of a group."""
     groups: int = Field(ge=1, le=100_000)
@@ -86,10 +95,7 @@ class BatchRequest(Strict):
     def _fits(self) -> BatchRequest:
         if self.min_scored is not None and self.min_scored > self.n:
             raise ValueError(f"min_scored = {self.min_scored} is above n = {self.n}")
-        for position, prompt in enumerate(self.prompts):
-            for name, value in (("id", None), ("group_id", None), ("n", 1)):
-                if getattr(prompt, name) != value:
-                    raise ValueError(f"prompts.{position}.{name}: the batch gives its own; leave it out")
+        _require_unnamed(self.prompts)
         if self.closed and not self.prompts and self.carry_from is None:
             raise ValueError("prompts: a closed batch needs some, or carry_from")
         return self
@@ -117,9 +123,14 @@ class PromptsRequest(Strict):
 
     id: Identifier | None = None
     """Chosen by the caller, it makes the call idempotent: the same one again adds nothing."""
-    prompts: Items[RolloutRequest] = Field(default_factory=list)
+    prompts: Items[AnyRequest] = Field(default_factory=list)
     closed: bool | None = None
     """True: these are the last."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> PromptsRequest:
+        _require_unnamed(self.prompts, ForkRequest)  # of others it never heeded them
+        return self
 
 
 class PromptsResponse(BaseModel):

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_serializer,
+    model_validator,
+)
 
 from rollout.schema.base import Identifier, Items, Strict, Tag
 from rollout.schema.branches import Checkpointing, Origin
-from rollout.schema.rollouts import MAX_ROLLOUTS_PER_CALL, Limits, SamplingParams, Webhook
+from rollout.schema.rollouts import MAX_ROLLOUTS_PER_CALL, Limits, RolloutRequest, SamplingParams, Webhook
 
 
 class ForkPoint(Origin):
@@ -32,15 +40,78 @@ class ForkRequest(Strict):
     group_id: Identifier | None = None
     priority: int | None = Field(default=None, ge=0, le=9)
     sampling: SamplingParams | None = None
-    """A seed must be another one than the other rollout's to sample something else."""
+    """What is left out of it is the other one's. A seed must be another than its to sample something else."""
     limits: Limits | None = None
-    """Of the whole rollout: the shared turns and their tokens count, their time does not."""
+    """Of the whole rollout: the shared turns and their tokens count, their time does not. What is left out of
+    them is the other one's."""
     checkpoints: Checkpointing | None = None
     policy_version: Annotated[str, Field(max_length=128)] | None = None
     """Only backends with this version serve the rollouts; None = any, whatever the other one asked for."""
     tags: Items[Tag] = Field(default_factory=list, max_length=16)
     metadata: dict[str, Any] = Field(default_factory=dict, max_length=1000)
     webhook: Webhook | None = None
+
+    @model_serializer(mode="wrap")
+    def _as_sent(self, dump):
+        """`from` has no place in Python as a name; of limits what was given is sent, though it is usual."""
+        fields = dump(self)
+        if "from_" in fields:
+            fields["from"] = fields.pop("from_")
+        for name in ("sampling", "limits"):
+            if (given := getattr(self, name)) is not None:
+                fields[name] = given.model_dump(exclude_unset=True)
+        return fields
+
+    @property
+    def n(self) -> int:
+        """Rollouts that it asks for."""
+        return self.from_.n
+
+    def rollout_ids(self) -> tuple[str, list[str]]:
+        """The group id and the ids of the `n` rollouts."""
+        return RolloutRequest(handler="-", n=self.n, id=self.id, group_id=self.group_id).rollout_ids()
+
+    def applied(self, request: RolloutRequest) -> RolloutRequest:
+        """What it asks for, where the other rollout was asked for so. Applied to that it changes nothing."""
+        fields: dict[str, Any] = {
+            name: getattr(self, name) for name in ("id", "group_id", "policy_version", "tags", "metadata")
+        }
+        for name in ("priority", "checkpoints", "webhook"):
+            if (given := getattr(self, name)) is not None:
+                fields[name] = given
+        for name in ("sampling", "limits"):
+            if (given := getattr(self, name)) is not None:
+                changes = {part: getattr(given, part) for part in given.model_fields_set}
+                fields[name] = getattr(request, name).model_copy(update=changes)
+        origin = Origin(rollout=self.from_.rollout, turn=self.from_.turn)
+        return request.model_copy(update=fields | {"n": self.n, "origin": origin})
+
+
+def _one_of_both(value: Any, _: ValidatorFunctionWrapHandler) -> RolloutRequest | ForkRequest:
+    """The one that is meant: what is wrong is told of that alone."""
+    if isinstance(value, RolloutRequest | ForkRequest):
+        return value
+    forks = isinstance(value, dict) and "from" in value
+    return (ForkRequest if forks else RolloutRequest).model_validate(value)
+
+
+AnyRequest = Annotated[RolloutRequest | ForkRequest, WrapValidator(_one_of_both)]
+"""A request, or a fork, which has `from`."""
+
+
+class SubmitRequest(Strict):
+    """Many requests in one call: all are accepted, or none."""
+
+    requests: Items[AnyRequest] = Field(min_length=1, max_length=MAX_ROLLOUTS_PER_CALL)
+
+    @model_validator(mode="after")
+    def _bounded(self) -> SubmitRequest:
+        total = sum(request.n for request in self.requests)
+        if total > MAX_ROLLOUTS_PER_CALL:
+            raise ValueError(
+                f"{total} rollouts in one call; at most {MAX_ROLLOUTS_PER_CALL}: send several calls"
+            )
+        return self
 
 
 class Checkpoint(BaseModel):

@@ -212,21 +212,6 @@ class RolloutRequest(Strict):
         return self.group_id or new_id(), [new_id() for _ in range(self.n)]
 
 
-class SubmitRequest(Strict):
-    """Many requests in one call: all are accepted, or none."""
-
-    requests: Items[RolloutRequest] = Field(min_length=1, max_length=MAX_ROLLOUTS_PER_CALL)
-
-    @model_validator(mode="after")
-    def _bounded(self) -> SubmitRequest:
-        total = sum(request.n for request in self.requests)
-        if total > MAX_ROLLOUTS_PER_CALL:
-            raise ValueError(
-                f"{total} rollouts in one call; at most {MAX_ROLLOUTS_PER_CALL}: send several calls"
-            )
-        return self
-
-
 class Submitted(BaseModel):
     """One accepted rollout."""
 

@@ -16,6 +16,7 @@ from services.state.api_keys import KeyStore
 from services.state.backends.store import BackendStore
 from services.state.batches.store import BatchStore
 from services.state.bundles import BundleStore
+from services.state.checkpoints import CheckpointStore
 from services.state.fleet import FleetStore
 from services.state.jobs import JobStore
 from services.state.observations import Observations
@@ -43,6 +44,7 @@ class Gateway:
         self.start = StartCheck(client, settings)
         self.observations = Observations(client)
         self.rollouts = RolloutStore(client, settings)
+        self.checkpoints = CheckpointStore(client, settings)
         self.batches = BatchStore(client, settings)
         self.bundles = BundleStore(client, settings)
         self.backends = BackendStore(client)

@@ -139,7 +139,7 @@ def _validated(model: type[BaseModel], value: Any) -> BaseModel:
 
 def _has_required(model: type[BaseModel], value: Any) -> bool:
     return isinstance(value, dict) and all(
-        name in value for name, info in model.model_fields.items() if info.is_required()
+        (info.alias or name) in value for name, info in model.model_fields.items() if info.is_required()
     )
 
 

@@ -278,6 +278,9 @@ REQUESTS = Counter(
 LATENCY = Histogram(
     "rollout_gateway_request_seconds", "Seconds to answer, long-polls included.", ["route"], registry=_own
 )
+FORKS = Counter("rollout_gateway_forks_total", "Requests of forks.", ["outcome"], registry=_own)
+for _outcome in ("accepted", "refused"):
+    FORKS.labels(_outcome)
 ProcessCollector(namespace="rollout_gateway", registry=_own)
 
 Value = float | None

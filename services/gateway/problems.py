@@ -82,6 +82,12 @@ def invalid(field: str, message: str) -> ApiProblem:
     )
 
 
+def absent(rollout_id: str) -> ApiProblem:
+    """The refusal of a rollout that is not there, or not the tenant's."""
+    detail = f"there is no rollout {rollout_id!r} that can be read; it may be past its retention"
+    return ApiProblem(404, "No such rollout", detail)
+
+
 def refuse(errors: Iterable[FieldError], status: int = 400, title: str = "Invalid request") -> None:
     """Raise a problem that names the fields, if there are any; as many are looked for as are shown."""
     if shown := list(islice(errors, MAX_ERRORS)):

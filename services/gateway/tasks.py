@@ -11,7 +11,7 @@ from flask import current_app
 from jsonschema import Draft202012Validator
 
 from rollout.image_names import images_in, is_below, is_path, local_name
-from rollout.schema import FieldError, HandlerInfo, RolloutRequest
+from rollout.schema import FieldError, HandlerInfo, RolloutRequest, Stage
 from services.gateway.auth import caller
 from services.gateway.problems import MAX_ERRORS, MAX_MESSAGE, ApiProblem, refuse, short
 from services.settings import Settings
@@ -51,6 +51,7 @@ def check_submission(
     refuse(_too_large(named, gate.settings.max_group_bytes, n))
     refuse(_undeliverable(named, gate.settings, gate.webhook_addresses))
     refuse(_without_capture(named, gate.tasks.handlers(), gate.settings))
+    refuse(_without_forks(named, gate.tasks.handlers()))
 
 
 class TaskChecker:
@@ -197,3 +198,18 @@ def _without_capture(
         else:
             continue
         yield FieldError(field=f"{prefix}agent", message=message)
+
+
+def _without_forks(named: Named, handlers: Mapping[str, HandlerInfo]) -> Iterator[FieldError]:
+    """Checkpoints from which nothing could go on."""
+    for prefix, request in named:
+        info = handlers.get(request.handler)
+        if request.checkpoints == "never":
+            continue
+        if request.agent is not None:
+            message = "the program of `agent` keeps the conversation to itself; leave `checkpoints` out"
+        elif info and Stage.RUN not in info.repeatable:
+            message = f"RUN of handler {info.name!r} is not repeatable, so nobody can go on with its turns"
+        else:
+            continue
+        yield FieldError(field=f"{prefix}checkpoints", message=message)

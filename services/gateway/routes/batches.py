@@ -21,9 +21,9 @@ from rollout.schema.batches import (
 from services.gateway.answers import Answer
 from services.gateway.auth import caller
 from services.gateway.context import gateway
+from services.gateway.forks import requests_of
 from services.gateway.http import Cursor, Limit, Tenant, Wait, operation, page_size, query
 from services.gateway.problems import ApiProblem, invalid, respond
-from services.gateway.tasks import check_submission
 from services.gateway.waiting import Interest
 from services.state.api_keys import Scope
 from services.state.batches.store import BatchConflict, BatchEnded, BatchRuns, Decided, NoSuchBatch
@@ -61,14 +61,20 @@ def _few_prompts(body: Any) -> Any:
 
 
 @blueprint.post("/batches")
-@operation(409, 429, status=202, scope=Scope.SUBMIT)
+@operation(404, 409, 429, status=202, scope=Scope.SUBMIT)
 def create(body: Annotated[BatchRequest, _few_prompts]) -> Batch:
     """Start a batch: groups of rollouts, of which informative ones are kept.
 
     With the id of one that is there, and the same body, it is that one.
     """
-    check_submission(body.prompts, "prompts", body.n)
     gate, tenant = gateway(), caller().tenant
+    try:
+        prompts = requests_of(body.prompts, "prompts", body.n, wait_s=gate.settings.retention_s)
+    except ApiProblem:
+        # It is what it was, whatever has become since of rollouts that its prompts go on from.
+        if body.id is None or not gate.batches.is_there(body.id, body, tenant.name):
+            raise
+        return gate.batches.get(body.id, tenant.name)
     known = gate.fleet.filters() if body.filters else []
     for position, spec in enumerate(body.filters or ()):
         if spec.name not in known:
@@ -78,7 +84,7 @@ def create(body: Annotated[BatchRequest, _few_prompts]) -> Batch:
             )
     batch_id = body.id or new_id()
     try:
-        gate.batches.create(batch_id, body, tenant.name, tenant.quota_bytes)
+        gate.batches.create(batch_id, body, tenant.name, tenant.quota_bytes, prompts)
     except BatchConflict as error:
         raise ApiProblem(409, "Id in use", str(error), [FieldError(field="id", message=str(error))]) from None
     except (NoSuchBatch, BatchRuns) as error:
@@ -200,8 +206,9 @@ def extend(batch_id: str, body: Annotated[PromptsRequest, _few_prompts], tenant:
     """More prompts for a batch that is not closed."""
     gate = gateway()
     batch = gate.batches.get(batch_id, tenant)
-    check_submission(body.prompts, "prompts", batch.n)
-    prompts = [stored_form(prompt) for prompt in body.prompts]
+    wait_s = gate.settings.retention_s
+    requests = requests_of(body.prompts, "prompts", batch.n, tenant=batch.tenant, wait_s=wait_s)
+    prompts = [stored_form(request) for request in requests]
     most = gate.tenants.get(batch.tenant).quota_bytes
     try:
         waiting = gate.batches.extend(batch_id, prompts, body.closed, tenant, body.id, most)

@@ -13,7 +13,9 @@ from rollout.schema import (
     AgentAccess,
     Blame,
     CancelResponse,
+    CheckpointList,
     FieldError,
+    ForkRequest,
     Rollout,
     RolloutId,
     RolloutPage,
@@ -28,9 +30,9 @@ from services.gateway.agents import AgentDoor, is_external, so_far
 from services.gateway.answers import Answer
 from services.gateway.auth import caller
 from services.gateway.context import gateway
+from services.gateway.forks import checkpoints_of, requests_of
 from services.gateway.http import MAX_PAGE, Include, Limit, Tag, Tenant, Wait, operation, query
-from services.gateway.problems import ApiProblem, invalid
-from services.gateway.tasks import check_submission
+from services.gateway.problems import ApiProblem, absent, invalid
 from services.gateway.waiting import Interest
 from services.state.api_keys import Scope
 from services.state.rollouts import listing
@@ -47,12 +49,11 @@ class CancelRequest(Strict):
 
 
 @blueprint.post("/rollouts")
-@operation(409, 429, status=202, scope=Scope.SUBMIT)
-def submit(body: SubmitRequest | RolloutRequest) -> SubmitResponse:
-    """Submit one request or many; all or none."""
-    single = isinstance(body, RolloutRequest)
-    requests = [body] if single else body.requests
-    check_submission(requests, None if single else "requests")
+@operation(404, 409, 429, status=202, scope=Scope.SUBMIT)
+def submit(body: ForkRequest | SubmitRequest | RolloutRequest) -> SubmitResponse:
+    """Submit one request or many, or forks of rollouts; all or none."""
+    single = not isinstance(body, SubmitRequest)
+    requests = requests_of([body], None) if single else requests_of(body.requests, "requests")
     gate = gateway()
     door = AgentDoor(gate.redis, gate.settings) if any(map(is_external, requests)) else None
     try:
@@ -71,12 +72,6 @@ def submit(body: SubmitRequest | RolloutRequest) -> SubmitResponse:
     if door is not None:
         door.tell(requests, submitted)
     return SubmitResponse(rollouts=submitted)
-
-
-def absent(rollout_id: str) -> ApiProblem:
-    """The refusal of a rollout that is not there, or not the tenant's."""
-    detail = f"there is no rollout {rollout_id!r} that can be read; it may be past its retention"
-    return ApiProblem(404, "No such rollout", detail)
 
 
 @blueprint.get("/rollouts/<rollout_id>")
@@ -123,6 +118,17 @@ def agent(rollout_id: str, tenant: Tenant) -> AgentAccess:
         detail = f"rollout {rollout_id!r} is {rollout.state.value}, and its keys ended with it"
         raise ApiProblem(410, "Ended", detail)
     return AgentDoor(gate.redis, gate.settings).access(rollout_id, rollout.attempt)
+
+
+@blueprint.get("/rollouts/<rollout_id>/checkpoints")
+@operation()
+def checkpoints(rollout_id: str, tenant: Tenant) -> CheckpointList:
+    """The turns of a rollout from which forks can go on."""
+    rollout = gateway().rollouts.get(rollout_id, trajectory=False, tenant=tenant)
+    if rollout is None:
+        raise absent(rollout_id)
+    # What carrying out a fork takes besides is not shown: a model gives the fields of its field's type alone.
+    return CheckpointList(checkpoints=checkpoints_of(rollout))
 
 
 @blueprint.get("/rollouts")

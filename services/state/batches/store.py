@@ -12,6 +12,7 @@ from uuid import UUID
 import redis
 
 from rollout.batch import Batch, BatchRequest, Verdict
+from rollout.schema import RolloutRequest
 from services.settings import Settings
 from services.state import keys
 from services.state.memory import Room
@@ -124,11 +125,13 @@ class BatchStore:
         request: BatchRequest,
         tenant: str = DEFAULT_TENANT,
         quota_bytes: int | None = None,
+        prompts: Sequence[RolloutRequest] | None = None,
     ) -> bool:
         """Write a batch. False: it is there already, with the same body.
 
         Args:
             quota_bytes: Most bytes that the tenant may have; None = any number.
+            prompts: Requests that its prompts, forks among them, stand for; None = themselves.
 
         Raises:
             QuotaExceeded: There is no room for its prompts; nothing was written.
@@ -138,16 +141,16 @@ class BatchStore:
             BatchRuns: `carry_from` has not ended.
             StoreFull: Redis has no room for new work.
         """
-        body = request.model_dump_json()
-        self._room.require(len(body))
+        texts = [*map(stored_form, request.prompts if prompts is None else prompts)]
+        self._room.require(sum(map(len, texts)))
         source = request.carry_from
         if source is not None and not self.get(source, tenant).state.ended:
             raise BatchRuns(f"batch {source} has not ended; its groups are its own until then")
         answer = self._do(
             "create",
-            *map(stored_form, request.prompts),
+            *texts,
             batch=batch_id,
-            digest=hashlib.sha256(body.encode()).hexdigest(),
+            digest=_digest(request),
             tenant=tenant,
             config=request.model_copy(update={"prompts": []}).model_dump_json(),
             wanted=request.groups,
@@ -170,6 +173,10 @@ class BatchStore:
             if request.closed:
                 self._do("extend", batch=batch_id, closed=True)
         return answer["word"] == "new"
+
+    def is_there(self, batch_id: str, request: BatchRequest, tenant: str) -> bool:
+        """Whether this batch, with the same body, is the tenant's already."""
+        return self._redis.hmget(keys.batch(batch_id), "digest", "tenant") == [_digest(request), tenant]
 
     def extend(
         self,
@@ -348,6 +355,10 @@ class BatchStore:
     def expire(self, batch_id: str, groups: Iterable[str]) -> None:
         """Have a batch that has ended forgotten with its rollouts' retention."""
         self._do("expire", batch=batch_id, groups=list(groups), retention=self._retention_ms)
+
+
+def _digest(request: BatchRequest) -> str:
+    return hashlib.sha256(request.model_dump_json().encode()).hexdigest()
 
 
 def _salt(batch_id: str) -> str:

@@ -84,6 +84,7 @@ ROUTES = {
     "GET /v1/rollouts/<rollout_id>": "read",
     "GET /v1/rollouts/<rollout_id>/agent": "submit",
     "POST /v1/rollouts/<rollout_id>/cancel": "submit",
+    "GET /v1/rollouts/<rollout_id>/checkpoints": "read",
     "GET /v1/rollouts/<rollout_id>/page": "read",
     "GET /v1/session": "read",
     "POST /v1/session": None,

@@ -1,0 +1,202 @@
+"""Forks: the requests that they stand for, or why nothing can go on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from rollout.schema import EXTERNAL, FieldError, ForkRequest, Rollout, RolloutRequest, Stage, State
+from services.gateway.auth import caller
+from services.gateway.context import gateway
+from services.gateway.metrics import FORKS
+from services.gateway.problems import ApiProblem, absent, refuse
+from services.gateway.tasks import check_submission
+from services.state.checkpoints import Kept
+from services.state.redis import now
+
+RESUMING = ("claude_code", "codex", "gemini_cli", "opencode", "openhands", "pi", "qwen_code")
+"""Harnesses whose programs take up a session of their own files, though only to answer a further message."""
+ENDED_BADLY = (State.CANCELLED, State.FAILED, State.TIMED_OUT)
+
+
+def requests_of(
+    entries: Sequence[RolloutRequest | ForkRequest],
+    listed_in: str | None = None,
+    n: int | None = None,
+    *,
+    tenant: str | None = None,
+    wait_s: float = 0.0,
+) -> list[RolloutRequest]:
+    """Requests of the caller that can be worked on, in place of forks those that they stand for.
+
+    Args:
+        listed_in: Field of the body that they come in; None: the one request is the body.
+        n: Members of each group; None = as the requests say.
+        tenant: Whose rollouts forks may go on from; None = the caller's.
+        wait_s: Seconds for which they may wait before they are submitted.
+
+    Raises:
+        ApiProblem: As `check_submission` says; and 404 or 409 for a turn from which nothing can go on.
+    """
+    named = [
+        ("" if listed_in is None else f"{listed_in}.{position}.", entry)
+        for position, entry in enumerate(entries)
+    ]
+    refuse(
+        FieldError(
+            field=f"{prefix}origin",
+            message="it is the service's to set; to go on from a turn of another rollout send "
+            '"from": {"rollout": ID, "turn": T, "n": N} in place of handler and task',
+        )
+        for prefix, entry in named
+        if isinstance(entry, RolloutRequest) and entry.origin is not None
+    )
+    forks = {prefix: entry for prefix, entry in named if isinstance(entry, ForkRequest)}
+    try:
+        with _named_as_written(forks):
+            resolver = _Resolver(forks, tenant or caller().tenant.name, wait_s)
+            requests = [
+                resolver.request(prefix, entry) if isinstance(entry, ForkRequest) else entry
+                for prefix, entry in named
+            ]
+            check_submission(requests, listed_in, n)
+    except ApiProblem:
+        FORKS.labels("refused").inc(len(forks))
+        raise
+    FORKS.labels("accepted").inc(len(forks))
+    return requests
+
+
+def checkpoints_of(rollout: Rollout) -> list[Kept]:
+    """Those of its attempt, by turn: what an earlier one did is not what became of it."""
+    kept = gateway().checkpoints.list(rollout.id)
+    return [checkpoint for checkpoint in kept if checkpoint.attempt == rollout.attempt]
+
+
+class _Resolver:
+    """Makes requests of the forks of one call."""
+
+    def __init__(self, forks: Mapping[str, ForkRequest], tenant: str, wait_s: float) -> None:
+        self._gate, self._tenant, self._wait_s = gateway(), tenant, wait_s
+        ids = {fork.from_.rollout for fork in forks.values()}
+        found = self._gate.rollouts.get_many(ids, trajectory=False, tenant=tenant) if ids else ()
+        self._sources = {rollout.id: rollout for rollout in found}
+        self._kept: dict[str, list[Kept]] = {}
+        self._nodes = self._gate.fleet.nodes() if ids else {}
+
+    def request(self, prefix: str, fork: ForkRequest) -> RolloutRequest:
+        """What a fork stands for.
+
+        Raises:
+            ApiProblem: Nothing can go on from there.
+        """
+        try:
+            return self._made(f"{prefix}from", fork)
+        except ApiProblem:
+            if (there := self._there(fork)) is None:
+                raise
+            return there
+
+    def _made(self, field: str, fork: ForkRequest) -> RolloutRequest:
+        turn = fork.from_.turn
+        source = self._sources.get(fork.from_.rollout)
+        if source is None:
+            # Also somebody else's: another answer would say that it exists.
+            problem = absent(fork.from_.rollout).problem
+            raise _refused(f"{field}.rollout", problem.detail, 404, problem.title)
+        if reason := self._unfit(source):
+            raise _refused(f"{field}.rollout", reason)
+        if source.id not in self._kept:
+            self._kept[source.id] = checkpoints_of(source)
+        kept = {checkpoint.turn: checkpoint for checkpoint in self._kept[source.id]}
+        checkpoint = kept.get(turn)
+        if checkpoint is None:
+            there = ", ".join(map(str, kept)) or "none"
+            so_far = "" if source.state.terminal else " so far"
+            message = f"no checkpoint of turn {turn} is kept; there are{so_far}: {there}"
+            raise _refused(f"{field}.turn", message, 404, "No such checkpoint")
+        if checkpoint.error:
+            raise _refused(f"{field}.turn", f"the files of turn {turn} were not kept: {checkpoint.error}")
+        if checkpoint.node is not None and checkpoint.node not in self._nodes:
+            message = f"the files of turn {turn} are on node {checkpoint.node}, which is not there now"
+            raise _refused(f"{field}.turn", message)
+        request = fork.applied(source.request)
+        if turn >= request.limits.max_turns:
+            given = fork.limits is not None and "max_turns" in fork.limits.model_fields_set
+            message = (
+                f"{turn} turns are shared, and limits.max_turns = {request.limits.max_turns}: none is left"
+            )
+            name = field.removesuffix("from") + "limits.max_turns" if given else f"{field}.turn"
+            raise _refused(name, message, 400, "Invalid request")
+        until = now(self._gate.redis) + request.limits.deadline_s + self._wait_s
+        if not self._gate.checkpoints.hold(source.id, source.attempt, until):
+            raise _refused(f"{field}.turn", f"turn {turn} is kept no longer", 404, "No such checkpoint")
+        return request
+
+    def _there(self, fork: ForkRequest) -> RolloutRequest | None:
+        """Of a fork whose rollouts were accepted before: sent again it is what it was, whatever has become of
+        the other rollout since."""
+        if fork.id is None:
+            return None
+        first = fork.rollout_ids()[1][0]
+        rollout = self._gate.rollouts.get(first, trajectory=False, tenant=self._tenant)
+        same = rollout is not None and fork.applied(rollout.request) == rollout.request
+        return rollout.request if rollout is not None and same else None
+
+    def _unfit(self, source: Rollout) -> str | None:
+        """Why nothing goes on from any of its turns; None = something may."""
+        request = source.request
+        if source.state in ENDED_BADLY:
+            why = f" ({source.drop_reason})" if source.drop_reason else ""
+            return f"it has ended as {source.state.value}{why}: what it did is not to be gone on with"
+        if source.drop:
+            return f"it is dropped ({source.drop_reason}): what it did is not to be trusted"
+        if request.agent is not None:
+            return _driven(request.agent.harness)
+        info = self._gate.tasks.handlers().get(request.handler)
+        if info is not None and Stage.RUN not in info.repeatable:
+            return f"RUN of its handler {info.name!r} is not repeatable, so nobody can go on with its turns"
+        if request.checkpoints == "never":
+            return 'no checkpoints were asked for; submit it with "checkpoints": "every_turn" or "on_tools"'
+        return None
+
+
+def _driven(harness: str) -> str:
+    """Why nothing goes on from the turns of a program."""
+    if harness in RESUMING:
+        return (
+            f"{harness} drives it, which takes up a session of its own files only with a further message of "
+            "the user, and the shared turns have none"
+        )
+    where = " elsewhere" if harness == EXTERNAL else ""
+    return f"a program{where} drives it (agent.harness {harness!r}), and keeps the conversation to itself"
+
+
+def _refused(field: str, message: str, status: int = 409, title: str = "Cannot be forked") -> ApiProblem:
+    return ApiProblem(status, title, f"{field}: {message}", [FieldError(field=field, message=message)])
+
+
+@contextmanager
+def _named_as_written(forks: Mapping[str, ForkRequest]) -> Iterator[None]:
+    """Have a problem name what a fork says, and not what it has from the other rollout."""
+    try:
+        yield
+    except ApiProblem as error:
+        if not forks or not error.problem.errors:
+            raise
+        errors = [_as_written(item, forks) for item in error.problem.errors]
+        detail = f"{errors[0].field}: {errors[0].message}"
+        raise ApiProblem(error.problem.status, error.problem.title, detail, errors) from None
+
+
+def _as_written(error: FieldError, forks: Mapping[str, ForkRequest]) -> FieldError:
+    prefix = next((prefix for prefix in forks if error.field.startswith(prefix)), None)
+    if prefix is None:
+        return error
+    path = error.field.removeprefix(prefix)
+    name = path.partition(".")[0]
+    if name == "n":
+        return FieldError(field=f"{prefix}from.n", message=error.message)
+    if name == "from" or name in forks[prefix].model_fields_set:
+        return error
+    return FieldError(field=f"{prefix}from.rollout", message=f"its {path}: {error.message}")
