@@ -38,7 +38,7 @@ COLUMNS = (
 @click.option("--turn", type=click.IntRange(1), help="Share the turns up to this one. [default: list them]")
 @click.option("-n", "--n", type=click.IntRange(1, 1000), default=1, show_default=True, help="How many go on.")
 @click.option("--tag", "tags", multiple=True, help="Tag to add; may be given several times.")
-@click.option("--seed", type=click.IntRange(0), help="Another one than the rollout's, where that has one.")
+@click.option("--seed", type=click.IntRange(0), help="Of the sampling. [default: the rollout's]")
 @click.option("--max-turns", type=click.IntRange(1), help="The shared ones count. [default: the rollout's]")
 @click.option("--wait", is_flag=True, help="Write a line for each that ends, until all have.")
 @json_option

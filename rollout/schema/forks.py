@@ -40,7 +40,8 @@ class ForkRequest(Strict):
     group_id: Identifier | None = None
     priority: int | None = Field(default=None, ge=0, le=9)
     sampling: SamplingParams | None = None
-    """What is left out of it is the other one's. A seed must be another than its to sample something else."""
+    """What is left out of it is the other one's. Seeds of turns are made of the group's id as well, so forks
+    with one seed sample each something else."""
     limits: Limits | None = None
     """Of the whole rollout: the shared turns and their tokens count, their time does not. What is left out of
     them is the other one's."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from rollout.schema import EXTERNAL, FieldError, ForkRequest, Rollout, RolloutRequest, Stage, State
+from rollout.schema import EXTERNAL, FieldError, ForkRequest, Rollout, RolloutRequest, State
 from services.gateway.auth import caller
 from services.gateway.context import gateway
 from services.gateway.metrics import FORKS
 from services.gateway.problems import ApiProblem, absent, refuse
-from services.gateway.tasks import check_submission
+from services.gateway.tasks import check_submission, why_not_forked
 from services.state.checkpoints import Kept
 from services.state.redis import now
 
@@ -154,8 +154,8 @@ class _Resolver:
         if request.agent is not None:
             return _driven(request.agent.harness)
         info = self._gate.tasks.handlers().get(request.handler)
-        if info is not None and Stage.RUN not in info.repeatable:
-            return f"RUN of its handler {info.name!r} is not repeatable, so nobody can go on with its turns"
+        if info is not None and (reason := why_not_forked(info)):
+            return reason
         if request.checkpoints == "never":
             return 'no checkpoints were asked for; submit it with "checkpoints": "every_turn" or "on_tools"'
         return None

@@ -208,8 +208,18 @@ def _without_forks(named: Named, handlers: Mapping[str, HandlerInfo]) -> Iterato
             continue
         if request.agent is not None:
             message = "the program of `agent` keeps the conversation to itself; leave `checkpoints` out"
-        elif info and Stage.RUN not in info.repeatable:
-            message = f"RUN of handler {info.name!r} is not repeatable, so nobody can go on with its turns"
         else:
-            continue
-        yield FieldError(field=f"{prefix}checkpoints", message=message)
+            message = info and why_not_forked(info)
+        if message:
+            yield FieldError(field=f"{prefix}checkpoints", message=message)
+
+
+def why_not_forked(info: HandlerInfo) -> str | None:
+    """Why nothing goes on from turns of a handler's rollouts; None = something may."""
+    if not info.uses_model:
+        return f"handler {info.name!r} asks no model, so its rollouts have no turns"
+    if Stage.RUN not in info.repeatable:
+        return f"RUN of handler {info.name!r} is not repeatable, so nobody can go on with its turns"
+    if info.survives != "files":
+        return f"to go on with turns of handler {info.name!r} takes more than the files of a sandbox"
+    return None
