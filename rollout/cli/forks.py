@@ -23,7 +23,13 @@ from rollout.cli.common import (
 from rollout.cli.rollouts import complete_ids
 from rollout.schema import Checkpoint, ForkRequest
 
-FILES = {"none": "no sandbox", "same": "as the turn before", "copy": "copied", "reflink": "shared blocks"}
+FILES = {
+    "none": "no sandbox",
+    "same": "as the turn before",
+    "copy": "copied",
+    "reflink": "shared blocks",
+    "packed": "packed",
+}
 COLUMNS = (
     Column("turn", lambda kept: str(kept.turn), number=True),
     Column("age", lambda kept: f"{max(0.0, time.time() - kept.at):.0f} s", number=True),

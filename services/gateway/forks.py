@@ -114,6 +114,8 @@ class _Resolver:
             there = ", ".join(map(str, kept)) or "none"
             so_far = "" if source.state.terminal else " so far"
             message = f"no checkpoint of turn {turn} is kept; there are{so_far}: {there}"
+            if (origin := source.request.origin) and turn <= origin.turn:
+                message += f" (turns up to {origin.turn} are those of {origin.rollout}: fork that one)"
             raise _refused(f"{field}.turn", message, 404, "No such checkpoint")
         if checkpoint.error:
             raise _refused(f"{field}.turn", f"the files of turn {turn} were not kept: {checkpoint.error}")

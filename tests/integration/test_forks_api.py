@@ -143,6 +143,8 @@ def test_a_fork_of_a_fork_goes_on_from_the_fork(forked):
     forked.keep(claim, 2)
     assert forked.fork("f", 2, id="g").status_code == 202
     assert request_of(forked, "g")["origin"] == {"rollout": "f", "turn": 2}
+    field, message = problem(forked.fork("f", 1), 404)
+    assert field == "from.turn" and "up to 1 are those of r" in message
 
 
 def test_the_same_fork_again_is_the_same_rollouts_whatever_became_of_the_other_one(forked):
