@@ -1,30 +1,140 @@
-"""Gives back the rollouts that wait for a node which ends in order: none of them uses up an attempt."""
+"""Gives back the rollouts that wait for a node which ends in order: none of them uses up an attempt.
+
+With `ROLLOUT_SNAPSHOT_DIR` the files of their sandboxes go to other nodes, where they go on; what cannot be
+moved begins anew.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import json
+from pathlib import Path
+
+import redis
+import structlog
+
+from sandbox.errors import SandboxError
+from sandbox.host_client import HostClient
 from services.dispatch import Dispatcher
-from services.queues import make_celery
+from services.queues import Ref, make_celery
 from services.settings import Settings
 from services.state.fleet import FleetStore
 from services.state.redis import connect
+from services.state.rollouts.moving import MovingStore, Waiting
 from services.state.rollouts.store import RolloutStore
+from services.version import STAMP
+
+AT_ONCE = 4
+"""Sandboxes whose files are packed at the same time: more of them only share the node's disk."""
+CALL_S = 1.0
+"""For a tool call to end before its sandbox stands still; then it was interrupted."""
+
+log = structlog.get_logger("handback")
 
 
-def hand_back(settings: Settings, node: str) -> int:
-    """Have the rollouts begin anew whose sandboxes are on this node, before those end; their number.
+def hand_back(
+    settings: Settings, node: str, *, within_s: float = 10.0, state_dir: Path | str | None = None
+) -> int:
+    """Have the rollouts go on elsewhere, or begin anew, whose sandboxes are on this node, before those end;
+    their number.
 
     Call it when the node's workers have ended: what they hold is theirs.
+
+    Args:
+        within_s: For their files to leave the node; what has not left by then begins anew.
+        state_dir: Of the node's sandbox host; None = as this process' environment has it.
 
     Raises:
         redis.RedisError, OSError: Redis does not answer; the reaper sees to it later.
     """
-    with connect(settings.redis_url, max_connections=2, retries=0) as client:
+    with connect(settings.redis_url, max_connections=AT_ONCE + 1, retries=0) as client:
         store = RolloutStore(client, settings)
-        count = sum(item.action == "restart" for item in store.vacate([node], lost=False))
-        FleetStore(client).forget_nodes([node])
         app = make_celery(settings)
         try:
-            Dispatcher(app, store).ring(count)
+            mover = Mover(client, settings, node, Dispatcher(app, store), HostClient(state_dir))
+            moved = asyncio.run(mover.move_all(within_s)) if settings.snapshot_dir else 0
+            anew = sum(item.action == "restart" for item in store.vacate([node], lost=False))
+            FleetStore(client).forget_nodes([node])
+            Dispatcher(app, store).ring(anew)
         finally:
             app.close()
-    return count
+    if moved:
+        log.info("rollouts go on elsewhere", node=node, moved=moved, anew=anew)
+    return moved + anew
+
+
+class Mover:
+    """Takes rollouts off a node with the files of their sandboxes."""
+
+    def __init__(
+        self, client: redis.Redis, settings: Settings, node: str, dispatcher: Dispatcher, host: HostClient
+    ) -> None:
+        self._settings, self._node, self._dispatcher, self._host = settings, node, dispatcher, host
+        self._store = MovingStore(client, settings)
+        self._fleet = FleetStore(client)
+
+    async def move_all(self, within_s: float) -> int:
+        """Move what waits for the node, as far as the time allows; how many.
+
+        Raises:
+            redis.RedisError: Redis does not answer.
+        """
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + within_s
+        try:
+            async with asyncio.timeout_at(ends_at):
+                items = await self.movable()
+        except (SandboxError, TimeoutError) as error:
+            log.warning("nothing leaves the node: its sandbox host does not answer", error=repr(error))
+            return 0
+        room = asyncio.Semaphore(AT_ONCE)
+
+        async def move(item: Waiting) -> bool:
+            try:
+                async with asyncio.timeout_at(ends_at), room:
+                    return await self.move(item)
+            except TimeoutError:
+                await self._stays(item, f"that was not done within {within_s:g} s")
+                return False
+
+        return sum(await asyncio.gather(*map(move, items)))
+
+    async def movable(self) -> list[Waiting]:
+        """What waits for the node and can go on elsewhere with its sandbox's files alone."""
+        items = await asyncio.to_thread(self._store.waiting, self._node)
+        handlers = await asyncio.to_thread(self._fleet.handlers) if items else {}
+        enough = {name for name, info in handlers.items() if info.survives == "files"}
+        boxes = {box["id"] for box in await self._host.list()} if items else set()
+        return [
+            item for item in items if item.handler in enough and not item.driven and _sandbox(item) in boxes
+        ]
+
+    async def move(self, item: Waiting) -> bool:
+        """Pack its files and have it wait for any node; False: it stays, and why is told."""
+        bound = log.bind(rollout_id=item.rollout_id, attempt=item.attempt, node=self._node)
+        path = Path(self._settings.snapshot_dir).absolute() / item.file_name
+        try:
+            info = await self._host.snapshot(_sandbox(item), str(path), wait_s=CALL_S, ends=True)
+        except (SandboxError, OSError) as error:
+            await self._stays(item, str(error))
+            return False
+        if not await asyncio.to_thread(self._store.move, item, self._node, path, info.bytes):
+            bound.warning("its files do not leave the node: it does not wait there any more")
+            await asyncio.to_thread(path.unlink, missing_ok=True)
+            return False
+        bound.info("its files leave the node", bytes=info.bytes, files=info.files, stood_s=info.seconds)
+        ref = Ref(id=item.rollout_id, attempt=item.attempt, node=None, handler=item.handler, stamp=STAMP)
+        await asyncio.to_thread(self._dispatcher.send, item.stage, ref)
+        try:
+            await self._host.release(_sandbox(item), wait=False)
+        except SandboxError as error:
+            bound.warning("sandbox not released; the host's time limit will end it", error=str(error))
+        return True
+
+    async def _stays(self, item: Waiting, why: str) -> None:
+        log.warning("its files cannot leave the node", rollout_id=item.rollout_id, node=self._node, error=why)
+        await asyncio.to_thread(self._store.stay, item, self._node, why)
+
+
+def _sandbox(item: Waiting) -> str:
+    return json.loads(item.sandbox)["record"]["id"] if item.sandbox else ""

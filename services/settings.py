@@ -232,6 +232,11 @@ class Settings(BaseModel):
     )
     webhook_tries: int = Field(50, ge=1, description="Tries of one webhook before it is given up.")
     webhook_give_up_s: float = Field(86400.0, gt=0, description="Seconds after which it is given up.")
+    snapshot_dir: str = Field(
+        "",
+        description="Directory that every node sees: by it the files of sandboxes leave a node that ends, "
+        "and their rollouts go on elsewhere. None = they begin anew.",
+    )
     archive_dir: str = Field(
         "", description="Directory that ended rollouts are archived in, best one that all workers share."
     )

@@ -181,6 +181,12 @@ counter rollout_leases_lost{stage} total.lost_*
     Rollouts whose worker died, hung or was cut off while it held them.
 counter rollout_resumed{stage} total.resumed_*
     Stages that another worker took up, in the same attempt, when one was lost or stopped in them.
+counter rollout_moved total.moved
+    Rollouts whose sandbox's files left their node, to go on on another one.
+counter rollout_moved_bytes total.moved_bytes
+    Bytes of these files.
+counter rollout_moves_failed total.moves_failed
+    Rollouts whose files could not leave: they began anew.
 histogram rollout_stage_duration_seconds{stage} times.stage
     Seconds at work in a stage, however it ended.
 histogram rollout_queue_wait_seconds{stage} times.queue

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import structlog
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -136,6 +136,9 @@ class AgentHandler(ABC, Generic[TaskT]):
     """Stages that another worker may take up, in the same attempt, when one was lost in them. INIT and EVAL
     are done again; of RUN, method `run` is called again and gets what it got, up to the turn that was
     reached. A `run` that is the default may always be."""
+    survives: ClassVar[Literal["files", "nothing"]] = "files"
+    """What of a sandbox is enough to go on with on another node when its own ends: its files, directory and
+    exported variables, or, as where processes count, nothing: then the rollout begins anew."""
 
     @property
     def repeats(self) -> set[Stage]:
@@ -221,6 +224,7 @@ class AgentHandler(ABC, Generic[TaskT]):
             uses_model=self.uses_model,
             image=self.image,
             repeatable=[stage for stage in Stage if stage in self.repeats],
+            survives=self.survives,
             tools=[tool.name for tool in self.tools],
             tool_schemas=[tool.spec() for tool in self.tools] if self.advertise_tools else [],
         )

@@ -51,6 +51,10 @@ class Registry:
             raise HandlerError(f"{handler!r} is not a subclass of AgentHandler")
         if not getattr(handler, "name", ""):
             raise HandlerError(f"{handler.__qualname__} has no `name`")
+        if handler.survives not in ("files", "nothing"):
+            raise HandlerError(
+                f"{handler.__qualname__}.survives is {handler.survives!r}: not files, not nothing"
+            )
         self._handlers[handler.name] = handler()
 
     def get(self, name: str) -> AgentHandler:

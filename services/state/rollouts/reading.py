@@ -312,6 +312,7 @@ def rollout_of(
             "id": rollout_id,
             "group_id": record["group"],
             "resumed": record.get("resumed") or 0,
+            "moved": record.get("moved") or 0,
             "request": request,
             "reward": record.get("reward") or None,
             "reward_components": _numbers(record.get("reward_components")),

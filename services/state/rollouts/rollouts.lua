@@ -93,7 +93,7 @@ local ENTERS = {init = 'initializing', run = 'running', eval = 'evaluating'}
 -- What whoever holds a rollout must know of it.
 local function claimed(id)
   local claim = read(id, 'deadline', 'sandbox', 'node', 'error', 'finish_reason', 'index', 'group', 'metrics', 'digest',
-    'resumed', 'handed', 'left_on')
+    'resumed', 'handed', 'left_on', 'files', 'moves')
   claim.word, claim.now = 'ok', now
   claim.request = redis.call('HGET', KEY.request(claim.tenant, claim.digest), 'body') or ''
   return claim
@@ -284,7 +284,7 @@ function operations.finish(ask)
   end
   if ask.fields.error and handed_on < 2 then tell_error(r, ask.fields.error) end
   if ask.absent then note_absence(r, ask.absent, to) end
-  if to == 'handback' or to == 'passed on' then tell(id, r.attempt, r.fence, 'handed back: worker ' .. owner .. ' stops') end
+  if (to == 'handback' or to == 'passed on') and not ask.absent then tell(id, r.attempt, r.fence, 'handed back: worker ' .. owner .. ' stops') end
   if trajectory then redis.call('SET', KEY.trajectory(id), trajectory) end
   if stage == 'run' and to ~= 'passed on' then forget_turns(r) end
   if to == 'cancelled' then
@@ -474,21 +474,8 @@ end
 -- {nodes, lost}: rollouts that wait for workers of these nodes begin anew. `lost`: an attempt is used up, for nobody
 -- can tell what the node still does and a message of the old attempt must not count; else the node ends in order.
 function operations.vacate(ask)
-  local todo, gone = {}, {}
+  local todo = {}
   though_full()
-  local candidates = redis.call('ZRANGE', KEY.by_state('evaluating'), 0, -1)
-  for _, id in ipairs(redis.call('ZRANGE', KEY.by_state('running'), 0, -1)) do
-    if field(id, 'owner') == NOBODY then candidates[#candidates + 1] = id end
-  end
-  for _, node in ipairs(ask.nodes) do
-    gone[node] = true
-    for _, id in ipairs(redis.call('SMEMBERS', KEY.ahead(node))) do candidates[#candidates + 1] = id end
-  end
-  for _, id in ipairs(candidates) do
-    local r = read(id, 'node')
-    if (awaited(r) == 'run' or awaited(r) == 'eval') and gone[r.node or ''] then
-      todo[#todo + 1] = vacate(r, ask.lost)
-    end
-  end
+  for _, r in ipairs(waiting_for(ask.nodes)) do todo[#todo + 1] = vacate(r, ask.lost) end
   return {todo = todo}
 end

@@ -102,6 +102,10 @@ class Claim:
     """Whether the former worker of RUN handed it over, and was not lost."""
     left_on: str | None = None
     """Node on which a lost INIT of this attempt may have left a sandbox."""
+    files: dict[str, Any] | None = None
+    """Of its sandbox, which has left its node: path, node, bytes, image. What comes next begins with them."""
+    moves: Sequence[str] = ()
+    """What its trajectory says of such moves in this attempt."""
 
     def trajectory(self) -> Trajectory | None:
         """What RUN left, for EVAL.
@@ -305,6 +309,8 @@ class RolloutStore(RolloutReader):
                 turns=turns.read(self._redis, rollout_id, attempt) if goes_on else (),
                 handed=answer.get("handed") == "1",
                 left_on=answer.get("left_on"),
+                files=json.loads(answer.get("files") or "null"),
+                moves=json.loads(answer.get("moves") or "[]"),
             )
         except (ValueError, KeyError, TypeError) as unreadable:
             self._end_unreadable(rollout_id, int(answer["fence"]), stage, unreadable)
