@@ -180,7 +180,7 @@ class _Episode:
         log.info(text, rollout_id=rollout_id)
         return True
 
-    def other_nodes(self, rollout_id: str) -> tuple[set[str], set[str]]:
+    def other_nodes(self, rollout_id: str, stage: Stage = Stage.INIT) -> tuple[set[str], set[str]]:
         return set(), set()
 
     # -- from stage to stage -------------------------------------------------------------------

@@ -77,8 +77,8 @@ class Sandboxes:
         self._claim = claim
         self._owner = owner_of(claim.rollout_id, claim.attempt)
         self.booted = False
-        self.own_id: str | None = None
-        """Id of the rollout's own sandbox, where it was booted here."""
+        self.own: SandboxRecord | None = None
+        """The rollout's own sandbox, where it was booted here."""
         self.shown: tuple[BindSpec, ...] = ()
         """Places of the operator's that the own sandbox shows, whatever the tenant may mount."""
 
@@ -93,6 +93,8 @@ class Sandboxes:
         limits: Limits | None = None,
         binds: Sequence[BindSpec] = (),
         ipython: bool = False,
+        snapshot: str = "",
+        fields: dict[str, str] | None = None,
     ) -> SandboxClient:
         """Boot the rollout's sandbox and note it in the record.
 
@@ -104,12 +106,15 @@ class Sandboxes:
             limits: None, and what it leaves open = what the node gives.
             binds: Places of the node to show inside, which its operator allows.
             ipython: Start the kernel now, in the background.
+            snapshot: Begin with what is kept under this name (see `SandboxSpec`), whose image it is.
+            fields: Of the record, to be written with the note.
 
         Raises:
             TaskError: The rollout's tenant may not have such a sandbox.
             SandboxError: It did not start; the message carries the runtime's own words.
         """
         more = {"env": env or {}, "files": files or {}, "binds": tuple(binds), "ipython": ipython}
+        more["snapshot"] = snapshot
         spec = await self._spec(ctx, image, network, limits, **more)
         info = await self._start(replace(spec, binds=(*self.shown, *spec.binds)))
         record = SandboxRecord(
@@ -120,11 +125,11 @@ class Sandboxes:
             isolation_missing=info.isolation_missing,
             start_ms=info.start_ms,
         )
-        self.own_id = info.id
+        self.own = record
         box = json.dumps({"record": record.model_dump(), "socket": info.socket})
         took = "" if record.start_ms is None else f" in {record.start_ms:.0f} ms"
         text = f"sandbox {record.id} started{took} on {record.node}: {record.runtime}, image {record.image}"
-        fields = {"sandbox": box, "node": record.node}
+        fields = {"sandbox": box, "node": record.node} | (fields or {})
         # Noted before it is used: should this worker die now, the reaper knows where to clean up.
         await ask(self._services.note, self._claim.rollout_id, self._claim.fence, fields, text)
         ctx.sandbox = SandboxClient(info.socket)
@@ -205,8 +210,8 @@ class Sandboxes:
         harmless without one."""
         if all_of_attempt:
             await release_attempts(self._host, self._claim.rollout_id, self._claim.attempt)
-        elif self.own_id is not None:
-            await self._host.release(self.own_id)
+        elif self.own is not None:
+            await self._host.release(self.own.id)
 
 
 async def release_attempts(host: HostClient, rollout_id: str, attempt: int) -> None:

@@ -119,13 +119,13 @@ class WorkerServices:
 
         return TurnLog(claim.turns, write, held)
 
-    def other_nodes(self, rollout_id: str) -> tuple[set[str], set[str]]:
-        """The other nodes that do INIT now, and those of them that have not tried to start this rollout.
+    def other_nodes(self, rollout_id: str, stage: Stage = Stage.INIT) -> tuple[set[str], set[str]]:
+        """The other nodes that do this stage now, and those of them that have not tried to start it.
 
         Raises:
             redis.RedisError: Redis is away.
         """
-        nodes = {worker.node for worker in self.fleet.workers() if Stage.INIT.value in worker.stages}
+        nodes = {worker.node for worker in self.fleet.workers() if stage.value in worker.stages}
         nodes.discard(self.settings.node)
         return nodes, nodes - self.store.absent_on(rollout_id)
 

@@ -22,6 +22,7 @@ from workers.agent.others import Others
 from workers.agent.placement import PromptSizes
 from workers.agent.router import Router
 from workers.agent.turns import TurnLog
+from workers.arrival import carried
 from workers.errors import (
     AgentFault,
     DeadlinePassed,
@@ -65,7 +66,7 @@ class StageServices(SandboxServices, Protocol):
     def handler(self, request: RolloutRequest) -> AgentHandler[Any]: ...
     def router(self, claim: Claim, policy: str | None = None, slot: str = "") -> Router: ...
     def turn_log(self, claim: Claim, held: Held) -> TurnLog: ...
-    def other_nodes(self, rollout_id: str) -> tuple[set[str], set[str]]: ...
+    def other_nodes(self, rollout_id: str, stage: Stage = Stage.INIT) -> tuple[set[str], set[str]]: ...
 
 
 class StageRun:
@@ -129,12 +130,12 @@ class StageRun:
 
     async def fate(self) -> Fate | None:
         """What the host knows of the end of the rollout's sandbox. Never raises."""
-        sandbox_id = self.sandboxes.own_id or (self.claim.sandbox and self.claim.sandbox.id)
-        if not sandbox_id:
+        box = self.sandboxes.own or self.claim.sandbox
+        if box is None:
             return None
         try:
             async with asyncio.timeout(FATE_S):
-                return await self.services.host.fate(sandbox_id)
+                return await self.services.host.fate(box.id)
         except Exception as error:
             self.log.warning("the sandbox host does not say how the sandbox ended", error=str(error))
             return None
@@ -221,7 +222,7 @@ async def work(run: StageRun, body: Body) -> Finish | None:
     claim = run.claim
     try:
         async with time_limit(claim.deadline_in_s, DeadlinePassed, "the deadline of the rollout passed"):
-            outcome = await body(run)
+            outcome = await carried(run, body)
         run.held.decided = True
     except DeadlinePassed:
         run.held.reason = run.held.reason or OVERDUE

@@ -1,4 +1,4 @@
--- needs: rollouts/record
+-- needs: rollouts/record rollouts/waiting
 -- Rollouts whose sandboxes' files leave a node, to go on with them on another one. Takes `REQUEUE_MS` and `LEASE_MS`.
 
 -- Where a rollout that waits for the node under that fence goes on; nil: it does not wait for it any more.

@@ -1,4 +1,4 @@
--- needs: rollouts/record
+-- needs: rollouts/record rollouts/waiting
 -- What is asked of rollouts; see store.py. Takes the times of the settings in ms: `LEASE_MS`, `PATIENCE_MS`,
 -- `REQUEUE_MS`, `LONGEST_REQUEUE_MS`, `ELSEWHERE_MS`.
 
