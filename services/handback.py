@@ -109,8 +109,13 @@ class Mover:
             item for item in items if item.handler in enough and not item.driven and _sandbox(item) in boxes
         ]
 
-    async def move(self, item: Waiting) -> bool:
-        """Pack its files and have it wait for any node; False: it stays, and why is told."""
+    async def move_one(self, rollout_id: str, to: str) -> bool:
+        """Move this one to a node, if it waits here and can go on there; whether it does."""
+        items = [item for item in await self.movable() if item.rollout_id == rollout_id]
+        return bool(items) and await self.move(items[0], to)
+
+    async def move(self, item: Waiting, to: str | None = None) -> bool:
+        """Pack its files and have it wait for a node, None = any; False: it stays, and why is told."""
         bound = log.bind(rollout_id=item.rollout_id, attempt=item.attempt, node=self._node)
         path = Path(self._settings.snapshot_dir).absolute() / item.file_name
         try:
@@ -123,7 +128,7 @@ class Mover:
             await asyncio.to_thread(path.unlink, missing_ok=True)
             return False
         bound.info("its files leave the node", bytes=info.bytes, files=info.files, stood_s=info.seconds)
-        ref = Ref(id=item.rollout_id, attempt=item.attempt, node=None, handler=item.handler, stamp=STAMP)
+        ref = Ref(id=item.rollout_id, attempt=item.attempt, node=to, handler=item.handler, stamp=STAMP)
         await asyncio.to_thread(self._dispatcher.send, item.stage, ref)
         try:
             await self._host.release(_sandbox(item), wait=False)

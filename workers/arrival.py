@@ -49,6 +49,8 @@ async def carried(run: StageRun, body: Callable[[StageRun], Awaitable[Finish]]) 
             await _arrive(run)
         except OF_THE_NODE as error:
             return await _go_on_elsewhere(run, error)
+    if run.can_pass_on and run.has_sandbox and run.claim.request.agent is None:
+        run.held.moving = False if run.handler.survives == "files" else None
     outcome = await body(run)
     if run.claim.moves:
         _tell(run.claim, outcome)

@@ -26,6 +26,8 @@ class Held:
     """Set once it is to be interrupted."""
     leaving: bool = False
     """Whether RUN is to leave this worker at its next turn, for another one to go on with it."""
+    moving: bool | None = None
+    """Whether it leaves with its sandbox's files, for another node; None = it cannot."""
     decided: bool = False
     """Whether its outcome is known: what is left is to clean up, and nothing may throw the outcome away."""
 

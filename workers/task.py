@@ -173,7 +173,8 @@ def _after(process: WorkerProcess, task: Task, run: StageRun, entered: str, outc
     if entered in (State.READY, State.EVALUATING) and outcome.next == entered:
         return _ref(claim, process.settings.node if run.has_sandbox else None)
     if entered == State.RUNNING:
-        process.services.dispatcher.send(Stage.RUN, _ref(claim, claim.node))
+        if not run.held.moving:  # else who has it leave sends the message
+            process.services.dispatcher.send(Stage.RUN, _ref(claim, claim.node))
     elif entered == LOST:
         run.log.warning("outcome refused: the rollout is not ours any more")
     elif outcome.next in BACK and outcome.delay_s is None and entered in (State.QUEUED, State.EVALUATING):

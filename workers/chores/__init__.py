@@ -9,7 +9,7 @@ from workers.chores.backends import Keeper
 from workers.chores.base import Chore
 from workers.chores.batches import Batcher
 from workers.chores.memory import Memory
-from workers.chores.moving import Leftovers
+from workers.chores.moving import Leftovers, Relief
 from workers.chores.policy import Updater
 from workers.chores.reaper import Reaper
 from workers.chores.vocabulary import Vocabulary
@@ -27,6 +27,7 @@ CHORES: tuple[type[Chore], ...] = (
     Deliverer,
     Archiver,
     Leftovers,
+    Relief,
     Memory,
     LoopLag,
     Watch,
