@@ -139,7 +139,8 @@ class Host:
             case {"op": "snapshot" | "forget_snapshots"}:
                 return await containers.snapshots.answer(request)
             case {"op": "list"}:
-                return {"sandboxes": containers.list()}
+                disk = self.watchdog.on_disk
+                return {"sandboxes": [box | {"on_disk": disk(box["id"])} for box in containers.list()]}
             case {"op": "stats"}:
                 uptime = round(time.monotonic() - self._started, 1)
                 own = {"pid": os.getpid(), "uptime_s": uptime, "breaches": self.watchdog.breaches}

@@ -79,7 +79,7 @@ class HostClient(SnapshotRequests):
         return (await self._request_if_running({"op": "release_owner", "owner": owner})).get("released", 0)
 
     async def list(self) -> list[dict[str, Any]]:
-        """`SandboxInfo` as JSON plus `seconds_left`, for each sandbox that is ready."""
+        """`SandboxInfo` as JSON plus `seconds_left` and bytes `on_disk`, for each sandbox that is ready."""
         return (await self._request_if_running({"op": "list"})).get("sandboxes", [])
 
     async def stats(self) -> dict[str, Any]:

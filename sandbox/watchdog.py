@@ -117,6 +117,10 @@ class Watchdog:
         """Seconds of that thread, less those in which it waited for a processor."""
         self.breaches = dict.fromkeys(("memory", "processes", "disk"), 0)
 
+    def on_disk(self, sandbox_id: str) -> int:
+        """Bytes that a sandbox had on disk when that was counted."""
+        return self._watched[sandbox_id].on_disk if sandbox_id in self._watched else 0
+
     async def run(self) -> None:
         """For ever."""
         while True:
