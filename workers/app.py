@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 import threading
 from typing import Any
 
@@ -115,6 +116,7 @@ def _start(sender: Any, **_: Any) -> None:
     try:
         worker = process.start(app, settings(), sender.hostname, stages, sender.pool.num_processes)
         worker.consumer = sender
+        signal.signal(signal.SIGUSR2, lambda *_: setattr(worker, "grace_s", min(worker.grace_s, HURRY_S)))
         # What is there now stays to the end: neither full collections nor the end need look at it.
         gc.collect()
         gc.freeze()
@@ -157,6 +159,8 @@ def set_slots(state: Any, slots: int | None = None, **_: Any) -> dict[str, str]:
     return {"ok": f"{slots} slots (of {most}), {before} before"}
 
 
+HURRY_S = 2.0
+"""For rollouts once a worker stops that got SIGUSR2: its node is about to be taken away."""
 _stopper: threading.Thread | None = None
 LEAVE_S = 5.0
 """How long a stopping worker has to take itself off the list of live ones; else it counts for seconds."""

@@ -56,6 +56,8 @@ class WorkerProcess:
         self.settings = settings
         self.store = self.services.store
         self.loop = self.services.loop
+        self.grace_s = settings.shutdown_grace_s
+        """For rollouts once it stops; whoever has little time himself makes it less, also meanwhile."""
         self.stopping = threading.Event()
         self.consumer: Any = None
         """Celery's, once it is ready; its events reach monitors in order."""
@@ -98,13 +100,12 @@ class WorkerProcess:
         self.services.slots = 0  # in what it announces: others need not count on this one
         with suppress(redis.RedisError):
             self.services.announce()
-        grace_s = self.settings.shutdown_grace_s
-        ends_at = time.monotonic() + grace_s
-        while not self._wait_until_idle(min(LEAVE_LOOK_S, ends_at - time.monotonic())):
-            rest_s = ends_at - time.monotonic()
+        begun = time.monotonic()
+        while not self._wait_until_idle(min(LEAVE_LOOK_S, begun + self.grace_s - time.monotonic())):
+            rest_s = begun + self.grace_s - time.monotonic()
             if rest_s <= 0:
                 break
-            if rest_s < min(LEAVE_BEFORE_S, grace_s / 2) or self._has_successor():
+            if rest_s < min(LEAVE_BEFORE_S, self.grace_s / 2) or self._has_successor():
                 for held in list(self._held.values()):
                     held.leaving = True
         with self._lock:

@@ -41,7 +41,7 @@ def slots_of(stage: str, chosen: Mapping[str, int | None]) -> int:
 def closed_to_sandboxes(env: Mapping[str, str], directory: Path) -> str:
     """`ROLLOUT_SANDBOX_CLOSED` with what holds keys, data or tasks: ours, and the account's services."""
     bundles = env.get("ROLLOUT_BUNDLE_CACHE") or str(paths.home() / "bundles")
-    places = [env.get("ROLLOUT_SANDBOX_CLOSED"), str(directory), bundles]
+    places = [env.get("ROLLOUT_SANDBOX_CLOSED"), env.get("ROLLOUT_SNAPSHOT_DIR"), str(directory), bundles]
     places += credentials.directories(env.get("ROLLOUT_ENGINE_KEYS", ""))
     with suppress(RuntimeError):  # an account without a home announces nothing
         places.append(str(account.directory().absolute()))

@@ -385,6 +385,10 @@ class Supervisor:
             if part.process is not None and part.alive:
                 _send([part.process], signal.SIGTERM)
 
+    def send(self, number: int) -> None:
+        """A signal to every part that runs, and to none of what they started."""
+        _send([part.process for part in self.parts.values() if part.process and part.alive], number)
+
     def stop(self, names: Iterable[str], grace_s: float) -> list[Part]:
         """See `stop`; none of these is looked after any more."""
         return stop([self.parts.pop(name) for name in list(names) if name in self.parts], grace_s)

@@ -24,6 +24,7 @@ import structlog
 from services import logs
 from services.launch import SlurmError, StackError
 from services.launch.slurm import place as places
+from services.launch.slurm import scheduler
 from services.launch.slurm.place import Place, Scratch
 from services.launch.slurm.plan import ENGINE, HEAD, NODE
 from services.launch.slurm.rundir import DRAINING, UP, Member, RunDir
@@ -35,6 +36,10 @@ log = structlog.get_logger("slurm")
 
 DRAIN_S = 75.0
 """For rollouts to end when the time limit is near: of the 120 s that `#SBATCH --signal` gives."""
+HAND_OVER_S = 45.0
+"""Of what is left until Slurm ends a job: for all that follows when rollouts have had their time."""
+TAKEN_S = 90.0
+"""Slurm looks twice a minute for jobs whose time is over."""
 
 
 class ServiceJob(ABC):
@@ -50,6 +55,9 @@ class ServiceJob(ABC):
         self.place = place
         self.name = name
         self.supervisor = Supervisor(logs, SlurmError, die_with_parent=True)
+        self.ends_at: float | None = None
+        """When Slurm ends the job, by the monotonic clock, as far as that is known."""
+        self.preempted = False
 
     def run(self) -> int:
         """Serve until a signal or `rollout slurm` says to end; the exit status of the job.
@@ -69,9 +77,26 @@ class ServiceJob(ABC):
             renews = self.supervisor.near_limit and self._asked() is None
             self._end()
         # Asked again: somebody may have wanted its end meanwhile.
-        if renews and self._asked() is None:
+        if self.preempted:
+            self._await_slurm()
+        elif renews and self._asked() is None:
             self.place.requeue_if_wanted()
         return 0
+
+    def _await_slurm(self) -> None:
+        """Slurm queues a preempted job again that it ends itself, and none that has ended in time."""
+        log.info("waiting for Slurm to take the node")
+        until = (self.ends_at or time.monotonic()) + TAKEN_S
+        while time.monotonic() < until and not self.supervisor.ends_now and self._asked() is None:
+            time.sleep(LOOK_S)
+
+    def _look_for_end(self) -> bool:
+        """Ask Slurm how much time there is; whether it takes the node away, as far as it says."""
+        left_s, self.preempted = scheduler.ends(self.place.job)
+        if left_s is not None:
+            self.ends_at = time.monotonic() + left_s
+        log.info("what Slurm says of the job's end", left_s=left_s, preempted=self.preempted)
+        return self.preempted or left_s is None
 
     @abstractmethod
     def _prepare(self) -> None:
@@ -175,6 +200,7 @@ class MemberJob(ServiceJob):
                 self.run_dir.write_member(self.member)
 
     def _tend(self) -> None:
+        self._listen()
         failing = self.supervisor.failing()
         if failing != self.member.failing:
             self.member.failing = failing
@@ -189,15 +215,18 @@ class MemberJob(ServiceJob):
     def _drain(self, asked: float | None) -> None:
         if self.supervisor.ends_now:
             return
-        log.info("draining", grace_s=self._grace_s(asked))
+        if asked is None and self.ends_at is None:
+            self._look_for_end()
+        begun = time.monotonic()
+        log.info("draining", grace_s=self._grace_s(asked, begun))
         self.member.state = DRAINING
         with self._going_on():
             self._publish()
-        begun = time.monotonic()
         self._take_nothing_new()
         # What is asked may change meanwhile: `down` has less patience than `drain`.
-        while time.monotonic() < begun + self._grace_s(asked) and not self.supervisor.ends_now:
+        while time.monotonic() < begun + self._grace_s(asked, begun) and not self.supervisor.ends_now:
             with self._going_on():
+                self._listen()
                 self.drained = self._is_drained()
                 self.supervisor.look()
             if self.drained:
@@ -205,11 +234,16 @@ class MemberJob(ServiceJob):
             time.sleep(LOOK_S)
         log.info("drained" if self.drained else "time is up: what is left is handed back")
 
-    def _grace_s(self, asked: float | None) -> float:
-        """What was asked last, else what is left of the time limit. The file may be seen after the signal."""
+    def _grace_s(self, asked: float | None, begun: float) -> float:
+        """What was asked last, else what is for rollouts before a time limit; no more than there is. The file
+        may be seen after the signal."""
         latest = self._asked()
         asked = asked if latest is None else latest
-        return float(os.environ.get("ROLLOUT_SLURM_DRAIN_S") or DRAIN_S) if asked is None else asked
+        grace_s = float(os.environ.get("ROLLOUT_SLURM_DRAIN_S") or DRAIN_S) if asked is None else asked
+        return grace_s if self.ends_at is None else min(grace_s, self.ends_at - HAND_OVER_S - begun)
+
+    def _listen(self) -> None:
+        """Called again and again, from the start to the end of the drain."""
 
     def _take_nothing_new(self) -> None:
         """Called once, at the beginning of the drain."""

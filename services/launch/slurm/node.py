@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from contextlib import suppress
@@ -21,7 +22,7 @@ from services.launch.slurm.job import MemberJob
 from services.launch.slurm.place import Place
 from services.launch.slurm.plan import NODE
 from services.launch.slurm.rundir import DOWN, DRAINING, NO_SANDBOX, Head, RunDir
-from services.launch.supervisor import LOOK_S, Interrupted
+from services.launch.supervisor import LOOK_S, Interrupted, Part, ended
 from services.queues import EVAL, INIT, RUN, make_celery, queue_for
 from services.settings import Settings
 from services.state.redis import connect
@@ -33,7 +34,25 @@ INIT_FLEET = f"{INIT} fleet"
 HAND_BACK_S = 15.0
 """Beyond its own grace, for a worker to hand back and end."""
 FAST_S = 20.0
-"""For all workers to end once TERM came: Slurm kills after KillWait (30 s)."""
+"""For the end once TERM came: Slurm kills after KillWait (30 s)."""
+HURRY_S = 30.0
+"""With less until Slurm ends the job, workers get SIGUSR2 before TERM: they give up what they wait for."""
+HURRIED_S = 8.0
+"""For such workers to end, or half of what is left; what they hand over they hand over within three."""
+CLEAR_S = 2.0
+"""For the end of the host, when what could leave the node has."""
+MOST_MOVING_S = 60.0
+"""For the files of what is left after a drain that somebody asked for."""
+NOTICE = "notice"
+"""A step of the job that does nothing: of a preemption Slurm tells steps at once, but the job itself, with all
+that it has started, only when the grace time is over."""
+NOTICE_COMMAND = (
+    *("srun", "--quiet", "--overlap", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=0"),
+    *("--gres=none", "--cpu-bind=none", f"--job-name={NOTICE}", "sleep", "infinity"),
+)
+NOTICE_ENDS_S = 1.0
+UNKNOWN_S = 15.0
+"""Of a grace time of which Slurm does not say how long it is."""
 MOVE_S = 5.0
 """For workers to end whose Redis is gone: they have nobody to hand back to."""
 ANSWER_S = 10.0
@@ -93,6 +112,7 @@ class NodeJob(MemberJob):
         env["ROLLOUT_NODE"] = self.place.name
         env["ROLLOUT_SANDBOX_DIR"] = str(sandboxes)
         env.setdefault("ROLLOUT_BUNDLE_CACHE", str(sandboxes / "bundles"))
+        env.setdefault("ROLLOUT_SNAPSHOT_DIR", str(self.run_dir.snapshots))
         env["ROLLOUT_SANDBOX_CLOSED"] = parts.closed_to_sandboxes(env, self.run_dir.path)
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", str(sandboxes / "torchinductor"))
         if root != Path("/tmp"):
@@ -111,6 +131,28 @@ class NodeJob(MemberJob):
             part = parts.fleet(stage, self.member.slots[stage], self.place.name)
             self._spawn(part, self._env | addresses)
         self._addresses_now = addresses
+        self._start_notice()
+
+    def _start_notice(self) -> None:
+        if self.place.step:  # it would be told itself
+            return
+        try:
+            self._spawn(Part(NOTICE, [*NOTICE_COMMAND], dismissed=True), os.environ)
+        except OSError as error:
+            log.warning(
+                "no step can listen: a preemption is heard of at the end of its grace", error=str(error)
+            )
+
+    def _listen(self) -> None:
+        notice = self.supervisor.parts.get(NOTICE)
+        if notice is None or notice.alive or notice.process is None:
+            return
+        status = self.supervisor.parts.pop(NOTICE).process.wait(0)
+        if status != 128 + signal.SIGTERM:
+            log.warning("the step that listens has ended", how=ended(status), log=notice.log)
+        elif self._look_for_end() and self.supervisor.signal is None:
+            self.ends_at, self.preempted = self.ends_at or time.monotonic() + UNKNOWN_S, True
+            self.supervisor.signal = signal.SIGUSR1
 
     def _check_sandbox(self) -> None:
         """Have the member tell what works here, as soon as that is known."""
@@ -142,6 +184,8 @@ class NodeJob(MemberJob):
 
     def _take_nothing_new(self) -> None:
         self._note_rollouts()
+        if self._hurries():
+            self.supervisor.send(signal.SIGUSR2)
         self.supervisor.dismiss(INIT_FLEET)
 
     def _note_rollouts(self) -> None:
@@ -190,20 +234,37 @@ class NodeJob(MemberJob):
         if (check := self._check) is not None:
             self._check = None
             check.end()
+        if self.supervisor.ends_now and not self.preempted:
+            self.ends_at = time.monotonic() + FAST_S
+        self.supervisor.stop([NOTICE], NOTICE_ENDS_S)
         if self.supervisor.parts:
-            if not (self.drained or self.supervisor.ends_now):
+            grace_s = FAST_S
+            if self._hurries():
+                self.supervisor.send(signal.SIGUSR2)
+                grace_s = min(HURRIED_S, self._left_s() / 2)
+            elif not self.drained:
                 # RUN first: what it finishes meanwhile is scored here.
                 own_grace_s = Settings.from_env(self._env).shutdown_grace_s
                 self.supervisor.stop([f"{RUN} fleet"], own_grace_s + HAND_BACK_S)
-            self.supervisor.stop_all(FAST_S)
-            self._vacate()
+            self.supervisor.stop_all(grace_s)
+            self._hand_back()
 
-    def _vacate(self) -> None:
-        """Rollouts that wait for this node's workers begin anew on others; the reaper would see to it
-        later."""
+    def _left_s(self) -> float:
+        """Seconds for what is left here to leave."""
+        if self.ends_at is None:
+            return MOST_MOVING_S
+        return max(0.0, self.ends_at - CLEAR_S - time.monotonic())
+
+    def _hurries(self) -> bool:
+        return self._left_s() < HURRY_S
+
+    def _hand_back(self) -> None:
+        """Rollouts that wait for this node's workers go on elsewhere, or begin anew; the reaper would see to
+        it later."""
         settings = self._settings()
         try:
-            count = hand_back(settings, self.place.name)
+            left_s = self._left_s()
+            count = hand_back(settings, self.place.name, within_s=left_s, state_dir=self.scratch.path)
             with connect(settings.redis_url, max_connections=2) as client:
                 store = RolloutStore(client, settings)
                 states = [store.state(item) for item in self._to_drain]
@@ -211,13 +272,14 @@ class NodeJob(MemberJob):
             log.warning("Redis does not answer; the reaper hands back what waits here", error=str(error))
             return
         if count:
-            log.info("handed back what waited here", count=count)
+            log.info("handed back what waited here", count=count, left_s=round(self._left_s(), 1))
         if self.member.state == DRAINING:
             finished = states.count(State.COMPLETED)
             left = sum(state is not None and not state.terminal for state in states)
             became = f"{finished} rollouts finished, {left} handed back"
             if others := len(states) - finished - left:
                 became += f", {others} failed, were cancelled or are not known any more"
-            text = f"{self.place.node} (job {self.place.job}) drained at {time.strftime('%X')}: {became}"
+            became_of = "was preempted" if self.preempted else "drained"
+            text = f"{self.place.node} (job {self.place.job}) {became_of} at {time.strftime('%X')}: {became}"
             with self._going_on():
                 self.run_dir.write_private(self.run_dir.path / "control" / f"{self.name}.drained", text)

@@ -15,6 +15,7 @@ redis/           configuration with the password, append-only file; job.N: whose
                  file, "" once it has left it
 api.key          key of the scope admin                        (0600)
 engine-keys/     token of its LLM servers, for them and for whoever calls them
+snapshots/       files of sandboxes between two nodes           (0700)
 flower.auth      user:password of Flower                       (0600)
 logs/            JOB's own output, and NODE-jobID/PART.log
 ```
@@ -123,6 +124,7 @@ class RunDir:
         self.environment = self.path / "environment"
         self.key_file = self.path / "api.key"
         self.engine_keys = self.path / "engine-keys"
+        self.snapshots = self.path / "snapshots"
         self.flower_auth = self.path / "flower.auth"
         self.flower_db = self.path / "flower.db"
 
@@ -151,6 +153,7 @@ class RunDir:
             self.path.chmod(0o700)
             for name in ("logs", "members", "control"):
                 (self.path / name).mkdir(exist_ok=True)
+            self.snapshots.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             raise SlurmError(
                 f"run directory {self.path} cannot be made: {error}; choose one with --run-dir"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from services.launch import SlurmError
 
 TIMEOUT_S = 60.0
 """For one command: a busy controller may take long to answer."""
+SOON_S = 3.0
+"""For a question that cannot wait."""
 PASSED_ON = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LD_LIBRARY_PATH", "SLURM_CONF", "SLURM_CLUSTERS")
 """All of the caller's environment that sbatch sees, with SBATCH_*: jobs inherit it, and it may hold secrets.
 What else jobs need is in the run directory's `environment`."""
@@ -73,7 +76,7 @@ def environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name in PASSED_ON or name.startswith("SBATCH_")}
 
 
-def call(command: Sequence[str]) -> str:
+def call(command: Sequence[str], timeout_s: float = TIMEOUT_S) -> str:
     """Output of a command of Slurm.
 
     Raises:
@@ -82,11 +85,11 @@ def call(command: Sequence[str]) -> str:
     try:
         done = subprocess.run(
             command,
-            env=environment(),
+            env=environment() | {"SLURM_TIME_FORMAT": "%s"},  # no local time of whichever zone
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=TIMEOUT_S,
+            timeout=timeout_s,
         )
     except FileNotFoundError:
         raise SlurmError(
@@ -95,7 +98,7 @@ def call(command: Sequence[str]) -> str:
         ) from None
     except subprocess.TimeoutExpired:
         raise SlurmError(
-            f"{command[0]} has not answered for {TIMEOUT_S:.0f} s; see `scontrol ping`"
+            f"{command[0]} has not answered for {timeout_s:.0f} s; see `scontrol ping`"
         ) from None
     if done.returncode:
         raise SlurmError(explain(command, done.stderr.strip() or done.stdout.strip()))
@@ -165,10 +168,18 @@ def exit_status(job: str) -> int | None:
     return -int(number) or int(status)
 
 
-def _show(kind: str, name: str) -> dict[str, str]:
+def ends(job: str) -> tuple[float | None, bool]:
+    """Seconds until Slurm ends a job, None if it does not say soon; and whether it takes its node away."""
+    shown = _show("job", job, SOON_S)
+    known = {name: int(text) for name, text in shown.items() if text.isdecimal()}
+    preempted = known.get("PreemptTime", 0) >= known.get("StartTime", 1)
+    return known["EndTime"] - time.time() if "EndTime" in known else None, preempted
+
+
+def _show(kind: str, name: str, timeout_s: float = TIMEOUT_S) -> dict[str, str]:
     """What scontrol says of a node or job; nothing if it knows none."""
     try:
-        answer = call(["scontrol", "--oneliner", "show", kind, name])
+        answer = call(["scontrol", "--oneliner", "show", kind, name], timeout_s)
     except SlurmError:
         return {}
     return dict(word.split("=", 1) for word in answer.split() if "=" in word)
