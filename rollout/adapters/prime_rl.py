@@ -7,7 +7,7 @@ verifiers is: 0.4.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollout.adapters.base import own_samples, samples, usable
@@ -19,6 +19,7 @@ def training_samples(
     *,
     advantage: float | None = None,
     role_advantages: Mapping[str, float] | None = None,
+    token_advantages: Sequence[Sequence[float]] | None = None,
     env_name: str | None = None,
     policy: str | None = None,
 ) -> list[dict[str, Any]]:
@@ -30,6 +31,7 @@ def training_samples(
         advantage: Of the rollout, for every token that was sampled; see `base.advantages`. None = none is
             set, which prime-rl's trainer takes only where a sample's weights for RL are 0.
         role_advantages: Of roles that other policies play and that are trained; the others have `advantage`.
+        token_advantages: In place of `advantage`, as `Tree.advantages` has them of the agent's chains.
         env_name: None = the handler's name.
         policy: Whose trainer it is for; None = the one that the request names.
 
@@ -38,7 +40,7 @@ def training_samples(
     """
     if not usable(rollout):
         return []
-    rows = []
+    rows, own = [], iter(token_advantages or ())
     for sample in samples(rollout, policy or rollout.request.policy):
         prompt = len(sample.prompt_ids)
         tokens = sample.prompt_ids + sample.response_ids
@@ -50,6 +52,9 @@ def training_samples(
             "temperatures": [rollout.request.sampling.temperature] * len(tokens),
             "env_name": env_name or rollout.handler,
         }
+        if token_advantages is not None and sample.chain.policy is None:
+            rows.append(row | {"advantages": [0.0] * prompt + list(next(own))})
+            continue
         role = sample.chain.role
         value = (role_advantages or {}).get(role, advantage)
         if value is not None and role in rollout.role_rewards and role not in (role_advantages or {}):
