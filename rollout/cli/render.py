@@ -65,12 +65,16 @@ def rollout_view(rollout: Rollout) -> RenderableType:
     """A rollout to read: facts, the conversation with its token counts, the outcome."""
     parts: list[RenderableType] = [_heading(rollout), _grid(_facts(rollout)), Text()]
     chains = rollout.trajectory.chains if rollout.trajectory else []
+    branch = rollout.trajectory.branch if rollout.trajectory else None
+    shared = branch.tokens if branch else 0
     for number, chain in enumerate(chains):
         if len(chains) > 1:
             whose = f" ({chain.policy}, {chain.model})" if chain.policy else ""
             rule = Rule(f"chain {number}: {chain.role}{whose}", style="dim")
             parts.append(Constrain(rule, 80))  # a pipe is very wide
-        parts += _conversation(chain.segments)
+        own = chain.policy is None
+        parts += _conversation(chain.segments, shared if own else 0, branch.turn if branch and own else 0)
+        shared -= min(shared, len(chain.token_ids)) if own else 0
         for message in chain.texts:
             heading = Text(message.role, style=f"bold {ROLE_STYLE[message.role]}")
             parts += [
@@ -99,11 +103,20 @@ def _heading(rollout: Rollout) -> Text:
 
 def _facts(rollout: Rollout) -> list[tuple[str, RenderableType]]:
     resumed = f", taken over {rollout.resumed} times" if rollout.resumed else ""
+    moved = f", moved {rollout.moved} times" if rollout.moved else ""
     rows: list[tuple[str, RenderableType]] = [
         ("state", state_text(rollout.state)),
-        ("handler", f"{rollout.handler}   attempt {rollout.attempt}{resumed}"),
+        ("handler", f"{rollout.handler}   attempt {rollout.attempt}{resumed}{moved}"),
         ("task", _shorten(json.dumps(rollout.request.task, ensure_ascii=False), 400)),
     ]
+    if origin := rollout.request.origin:
+        branch = rollout.trajectory.branch if rollout.trajectory else None
+        text = (
+            f", {branch.tokens} tokens shared, {branch.sampled_tokens} of them sampled there"
+            if branch
+            else ""
+        )
+        rows.append(("branched", Text(f"from {origin.rollout} at turn {origin.turn}{text}")))
     if rollout.sandbox:
         box = rollout.sandbox
         text = f"{box.runtime} on {box.node}, image {box.image or '–'}"
@@ -115,10 +128,13 @@ def _facts(rollout: Rollout) -> list[tuple[str, RenderableType]]:
     return rows
 
 
-def _conversation(segments: Sequence[Segment]) -> list[RenderableType]:
-    """Segments as messages. Ids before a message's own segment (spans of a weight swap) are added up."""
+def _conversation(segments: Sequence[Segment], shared: int = 0, turn: int = 0) -> list[RenderableType]:
+    """Segments as messages. Ids before a message's own segment (spans of a weight swap) are added up.
+
+    Args:
+        shared: Ids that it has of another rollout, in so many turns.
+    """
     parts: list[RenderableType] = []
-    turn = 0
     last_call: str | None = None
     for segment in segments:
         if segment.sampled and (segment.call_id is None or segment.call_id != last_call):
@@ -131,6 +147,9 @@ def _conversation(segments: Sequence[Segment]) -> list[RenderableType]:
             note += f", version {segment.policy_version or '–'}"
             if segment.finish_reason:
                 note += f", {segment.finish_reason}"
+        elif shared > 0:
+            note += ", shared"
+        shared -= len(segment.token_ids)
         heading = Text(segment.role, style=f"bold {ROLE_STYLE[segment.role]}")
         parts.append(heading.append(f"  {note}", style="not bold dim"))
         parts += [Padding.indent(_message(message), 2) for message in segment.messages]
@@ -220,7 +239,7 @@ def rollouts_table(rollouts: Sequence[Rollout], now: float | None = None) -> She
         Column("turns", lambda rollout: or_dash(rollout.metrics.get("turns"), "{:g}"), True, 3),
         Column("attempt", lambda rollout: str(rollout.attempt), True, 2),
         Column("seconds", lambda rollout: f"{_end_of(rollout) - rollout.created_at:.1f}", True, 5),
-        Column("note", lambda rollout: _shorten(_note_of(rollout), 60), drop=1),
+        Column("note", lambda rollout: _shorten(_note_of(rollout) or _origin_of(rollout), 60), drop=1),
     ]
     if now is not None:
         columns.insert(0, Column("ago", lambda rollout: f"{max(0.0, now - _end_of(rollout)):.0f} s", True, 6))
@@ -244,6 +263,11 @@ def _note_of(rollout: Rollout) -> str:
     """The first line of why it failed or was dropped."""
     note = rollout.error.message if rollout.error else rollout.drop_reason or ""
     return note.partition("\n")[0]
+
+
+def _origin_of(rollout: Rollout) -> str:
+    origin = rollout.request.origin
+    return f"fork of {origin.rollout} at turn {origin.turn}" if origin else ""
 
 
 def time_left(done: int, whole: int, since_s: float) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from zipfile import ZIP_DEFLATED, ZipFile
 
 from rollout import __version__
-from rollout.exports.steps import Step, agent_of, end_of, facts, file_name, iso, stage, steps_of
+from rollout.exports.steps import Step, agent_of, end_of, facts, file_name, iso, shared_ids, stage, steps_of
 from rollout.schema import Chain, Message, Rollout, Trajectory
 
 VERSION = 2
@@ -28,7 +28,8 @@ MOST_CHARS = 1000
 def sample(rollout: Rollout, epoch: int) -> dict[str, Any]:
     """A rollout as an `EvalSample`, ready for `json.dumps`."""
     record, task = rollout.trajectory or Trajectory(), rollout.request.task
-    steps = steps_of(record.own[-1] if record.own else Chain(), record.unread)
+    shared = shared_ids(record)[-1] if record.own else 0
+    steps = steps_of(record.own[-1] if record.own else Chain(), record.unread, shared)
     calls = [step for step in steps if step.sampled.segments]
     prompt = [_messages(step)[0] for step in steps[: steps.index(calls[0])]] if calls else []
     said = [_messages(step)[0] for step in calls[-1:]]
@@ -99,6 +100,8 @@ def _messages(step: Step) -> list[dict[str, Any]]:
         made["metadata"] = {"call_id": step.call_id, "policy_versions": versions}
         calls = [{"id": name, "function": t.name, "arguments": t.arguments} for name, t in step.tools.items()]
         made["tool_calls"] = [call | {"type": "function"} for call in calls]
+    if step.copied:
+        made["metadata"] = made.get("metadata", {}) | {"shared": True}
     return [made, *(_answer(result, step.tools.get(result.tool_call_id)) for result in step.results)]
 
 

@@ -26,6 +26,10 @@ def spans(rollout: Rollout) -> dict[str, Any]:
     trace, ended = _Trace(rollout.id), end_of(rollout)
     known = {f"rollout.{name}": value for name, value in facts(rollout).items()}
     root = trace.add("", f"rollout {rollout.handler}", rollout.created_at, ended, known)
+    if origin := rollout.request.origin:
+        trace.spans[0]["links"] = [
+            _Trace(origin.rollout).link | {"attributes": _attributes({"turn": origin.turn})}
+        ]
     if rollout.reward is not None:
         score = {"gen_ai.evaluation.name": "reward", "gen_ai.evaluation.score.value": rollout.reward}
         event = {"timeUnixNano": _nanos(ended), "attributes": _attributes(score)}
@@ -57,11 +61,19 @@ class _Trace:
 
     def add(self, parent: str, name: str, begin: float, end: float, known: dict, kind: int = INTERNAL) -> str:
         """Add a span; its id."""
-        number = hashlib.sha256(f"{self._id} {len(self.spans)}".encode()).hexdigest()[:16]
+        number = self._number(len(self.spans))
         span = {"traceId": self._id, "spanId": number, "parentSpanId": parent, "name": name, "kind": kind}
         span |= {"startTimeUnixNano": _nanos(begin), "endTimeUnixNano": _nanos(max(begin, end))}
         self.spans.append(span | {"attributes": _attributes(known)})
         return number
+
+    @property
+    def link(self) -> dict[str, Any]:
+        """To its first span, from another trace."""
+        return {"traceId": self._id, "spanId": self._number(0)}
+
+    def _number(self, place: int) -> str:
+        return hashlib.sha256(f"{self._id} {place}".encode()).hexdigest()[:16]
 
 
 def _agent(trace: _Trace, rollout: Rollout, record: Trajectory, root: str) -> None:

@@ -24,7 +24,7 @@ class Step:
     prompt: int = 0
     """Ids of the chain before the call."""
     copied: bool = False
-    """Whether another chain has it too, and what was sampled up to it."""
+    """Whether another chain has it too, or the rollout that it left, and what was sampled up to it."""
     results: list[Message] = field(default_factory=list)
     """What the tools that it called have answered."""
 
@@ -39,15 +39,19 @@ class Step:
         return {call.id or f"call-{number}": call for number, call in enumerate(self.message.tool_calls)}
 
 
-def steps_of(chain: Chain, unread: Iterable[Message] = ()) -> list[Step]:
-    """The conversation of a chain, then what no call has read. Answers are with the calls of the tools."""
+def steps_of(chain: Chain, unread: Iterable[Message] = (), shared: int = 0) -> list[Step]:
+    """The conversation of a chain, then what no call has read. Answers are with the calls of the tools.
+
+    Args:
+        shared: Ids of its beginning that a fork has of another rollout; see `shared_ids`.
+    """
     steps: list[Step] = []
     # What another chain sampled is given here, under the id of its call.
     copied = max((n for n, s in enumerate(chain.segments) if s.call_id and not s.sampled), default=-1)
     prompt = 0
     for number, segment in enumerate(chain.segments):
         if not segment.sampled:
-            _add(steps, segment.messages, number <= copied)
+            _add(steps, segment.messages, number <= copied or prompt < shared)
         else:
             if not (steps and segment.call_id and steps[-1].call_id == segment.call_id):
                 empty = Chain.model_construct(segments=[])
@@ -57,6 +61,16 @@ def steps_of(chain: Chain, unread: Iterable[Message] = ()) -> list[Step]:
         prompt += len(segment.token_ids)
     _add(steps, [*chain.texts, *unread], False)
     return steps
+
+
+def shared_ids(trajectory: Trajectory) -> list[int]:
+    """Of each chain the ids that a fork has of the rollout that it left."""
+    left, shared = trajectory.branch.tokens if trajectory.branch else 0, []
+    for chain in trajectory.chains:
+        length = sum(len(segment.token_ids) for segment in chain.segments) if chain.policy is None else 0
+        shared.append(min(left, length))
+        left -= shared[-1]
+    return shared
 
 
 def _add(steps: list[Step], messages: Iterable[Message], copied: bool) -> None:
@@ -113,9 +127,11 @@ def facts(rollout: Rollout) -> dict[str, Any]:
         "error",
     }
     known = rollout.model_dump(mode="json", include=kept, exclude_none=True)
+    known |= {"moved": rollout.moved} if rollout.moved else {}
+    known |= {"origin": rollout.request.origin.model_dump()} if rollout.request.origin else {}
     known |= {"rollout_id": rollout.id, "task": rollout.request.task, "tags": list(rollout.request.tags)}
     if rollout.trajectory is not None:
-        more = {"warnings", "receipt", "tokenizer", "logprobs_mode"}
+        more = {"warnings", "receipt", "tokenizer", "logprobs_mode", "branch"}
         known |= rollout.trajectory.model_dump(mode="json", include=more, exclude_none=True)
     return known
 

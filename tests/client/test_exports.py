@@ -17,6 +17,7 @@ from rollout.schema.rollouts import TimelineEvent
 from rollout.trajectory import FinishReason, Message, ToolCall, Trajectory
 from tests.helpers.readers import read
 from tests.helpers.rollouts import chain, ended, sampled
+from tests.helpers.trees import family
 
 BASH = ToolCall(id="c1", name="execute_bash", arguments={"command": "echo $((37*85))"})
 PROMPT = [Message(role="system", content="You calculate."), Message(role="user", content="37 times 85")]
@@ -271,6 +272,29 @@ def test_otel_of_a_record_without_times_shares_those_of_run_and_says_so(tmp_path
     (spans,) = read("otel", tmp_path / "r.otel.json")
     calls = [span for span in spans if span["attributes"].get("rollout.times_estimated")]
     assert len(calls) == 4 and calls[0]["times"] == [1003.0, 1003.25] and calls[-1]["times"][1] == 1004.0
+
+
+def test_a_fork_says_in_each_format_where_it_left_which_rollout_and_what_it_shares(tmp_path):
+    source, fork, _ = family()
+    fork = fork.model_copy(update={"moved": 1})
+    for kind in FORMATS:
+        write([source, fork], tmp_path / kind / ("x.eval" if kind == "inspect" else "x"), kind)
+    origin = {"rollout": "s", "turn": 1}
+    document = read("atif", tmp_path / "atif" / "x" / "f1.json")
+    assert document["extra"]["origin"] == origin and document["extra"]["branch"]["tokens"] == 5
+    assert document["extra"]["moved"] == 1 and document["final_metrics"]["total_completion_tokens"] == 3
+    assert [step.get("is_copied_context", False) for step in document["steps"]] == [True, True, False]
+    trial = read("harbor", tmp_path / "harbor")["x"]["trials"]["f1"]
+    assert trial["result"]["agent_result"]["metadata"]["origin"] == origin
+    samples = {item["uuid"]: item for item in read("inspect", tmp_path / "inspect" / "x.eval")["samples"]}
+    assert samples["f1"]["metadata"]["origin"] == origin
+    shared = [bool((m.get("metadata") or {}).get("shared")) for m in samples["f1"]["messages"]]
+    assert shared == [True, True, False, False, False]
+    first, second = map(json.loads, (tmp_path / "otel" / "x").read_text().splitlines())
+    root, own = (made["resourceSpans"][0]["scopeSpans"][0]["spans"] for made in (first, second))
+    (link,) = own[0]["links"]
+    assert (link["traceId"], link["spanId"]) == (root[0]["traceId"], root[0]["spanId"])
+    assert "links" not in root[0] and sum(span["name"].startswith("chat") for span in own) == 1
 
 
 @pytest.mark.parametrize("kind", FORMATS)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from redis import Redis
 
 from rollout.schema import Chain, Receipt, RolloutRequest, Segment, Stage, State
-from rollout.trajectory import FinishReason, Message, ToolCall, Trajectory
+from rollout.trajectory import Branch, FinishReason, Message, ToolCall, Trajectory
 from services.dispatch import _expand
 from services.settings import Settings
 from services.state.rollouts.store import Finish, RolloutStore
@@ -164,6 +164,22 @@ def branched_trajectory() -> Trajectory:
         receipt=receipt,
         warnings=["two policy versions sampled this rollout"],
     )
+
+
+def forked_trajectory() -> Trajectory:
+    """A fork of `branched` behind its first turn, which is given here, and two turns of its own."""
+    said, answer = turn(0, "ls", "a.py b.py\n")
+    shared = said.model_copy(
+        update={
+            "sampled": False,
+            **dict.fromkeys(("logprobs", "policy_version", "call_id", "finish_reason")),
+        }
+    )
+    own = [*turn(5, "cat b.py", "import a\n", "v2"), sampled("Nothing to mend.", "c6", "v2")]
+    made = chain(given("user", "Mend the program."), shared, answer, *own)
+    tokens = sum(len(segment.token_ids) for segment in made.segments[:3])
+    branch = Branch(rollout="branched", turn=1, tokens=tokens, sampled_tokens=len(shared.token_ids))
+    return of(made, branch=branch)
 
 
 def judged_trajectory() -> Trajectory:

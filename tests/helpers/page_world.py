@@ -15,7 +15,7 @@ import pytest
 
 from rollout.batch import BatchRequest
 from rollout.client import Client
-from rollout.schema import Rollout, RolloutRequest
+from rollout.schema import Origin, Rollout, RolloutRequest
 from services.gateway.auth import CACHE_S
 from services.state.api_keys import KeyStore, Scope
 from services.state.redis import connect
@@ -43,7 +43,8 @@ RUN = "run-7"
 
 @dataclass
 class PageWorld:
-    """The service. Its rollouts: `mend-calc.0` to `.3`, `broken`, `long`, `hostile`, `branched`; its batch:
+    """The service. Its rollouts: `mend-calc.0` to `.3`, `broken`, `long`, `hostile`, `branched`,
+    `forked`; its batch:
     `draws`; and `theirs`, another tenant's."""
 
     stack: Stack
@@ -123,6 +124,12 @@ def page_world(directory: Path) -> Iterator[PageWorld]:
                 ("judged", page_records.judged_trajectory()),
             ):
                 page_records.write(redis, stack.redis.url, made, id=name, tags=["written"])
+            page_records.write(
+                redis,
+                stack.redis.url,
+                page_records.forked_trajectory(),
+                **{"id": "forked", "tags": ["written"], "origin": Origin(rollout="branched", turn=1)},
+            )
         stack.start_worker("init,run,eval", "all")
         stack.client.add_backend(engine.url)
         _run(world)

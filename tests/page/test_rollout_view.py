@@ -162,6 +162,28 @@ def test_chains_of_other_policies_say_whose_they_are_and_count_for_no_turns_of_t
     assert main.get_by_text("not trained").count() == 1, "the judge; the request has the rival trained"
 
 
+def test_a_fork_says_which_rollout_it_left_and_what_it_shares(open_view, world):
+    branch = world.client.get("forked").trajectory.branch
+    page = open_view("rollouts/forked")
+    main = page.get_by_role("main")
+    expect(main.get_by_text(f"at turn 1, {branch.tokens} tokens shared")).to_be_visible()
+    messages = main.get_by_role("article")
+    expect(messages.nth(1)).to_have_class(re.compile("msg-shared"))
+    expect(messages.nth(1)).to_contain_text(re.compile("tokens, shared"))
+    expect(messages.nth(3)).to_contain_text(re.compile("turn 2"))
+    expect(messages.nth(3)).not_to_have_class(re.compile("msg-shared"))
+    messages.nth(1).get_by_role("button", name="Show these tokens").click()
+    strip = page.get_by_label(re.compile("^Tokens of chain 0"))
+    strip.focus()
+    page.keyboard.press("ArrowRight")
+    expect(fact(page, "mask")).to_have_text("0, shared")
+    tab(page, "request")
+    expect(main.get_by_text("ForkRequest(").first).to_be_visible()
+    main.get_by_role("link", name="branched", exact=True).click()
+    expect(said(page, "I never was used.").first).to_be_visible()
+    assert page.url.endswith("#/rollouts/branched")
+
+
 def test_the_receipt_and_warnings_are_shown(open_view):
     page = open_view("rollouts/branched")
     main = page.get_by_role("main")

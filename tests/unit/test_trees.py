@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import json
+from io import StringIO
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
 from rollout.adapters import areal, base, nemo_gym, prime_rl, skyrl, slime, trl, verl
-from rollout.arrays import Arrays, decode, encode
+from rollout.arrays import Arrays, decode, encode, pack_ids, pack_logprobs
+from rollout.cli.render import rollout_view, rollouts_table
 from rollout.schema import Rollout
+from rollout.trajectory import Message, Segment
 from rollout.trees import Tree, tokens_ratio
+from services.gateway.page.watched import Watched
+from services.state.turns.entries import Sampled
 from tests.helpers.trees import PROMPT, family, rolled, turn_ids
 
 FAMILY = family()
@@ -233,3 +240,37 @@ def test_the_tokens_of_a_tree_are_told_beside_those_of_rollouts_that_share_none(
     assert tokens_ratio(FAMILY) == SAMPLED / apart
     with pytest.raises(ValueError, match="without trajectories"):
         tokens_ratio([rolled("s", "a", trajectory=None)])
+
+
+# ---------------------------------------------------------------------------------- shown
+
+
+def shown(view) -> str:
+    console = Console(width=100, file=StringIO(), color_system=None)
+    console.print(view)
+    return console.file.getvalue()
+
+
+def test_the_command_line_tells_where_a_fork_left_which_rollout_and_what_it_shares():
+    fork = FAMILY[2].model_copy(update={"moved": 2, "resumed": 1})
+    text = shown(rollout_view(fork))
+    assert "attempt 1, taken over 1 times, moved 2 times" in text
+    assert "from s at turn 1, 5 tokens shared, 2 of them sampled there" in text
+    assert text.count(", shared") == 3 and "assistant  2 tokens, shared" in text
+    assert "turn 2, 2 tokens sampled" in text and "turn 3, 3 tokens sampled" in text
+    assert "moved" not in shown(rollout_view(FAMILY[0])) and "shared" not in shown(rollout_view(FAMILY[0]))
+    assert "fork of s at turn 1" in shown(rollouts_table([fork]))
+
+
+def test_the_shared_turns_of_a_running_fork_are_shown_as_given():
+    said = [Message(role="assistant", content=text).model_dump_json() for text in ("old", "new")]
+    ids, logprobs, spans = pack_ids([5, 6]), pack_logprobs([-0.5, -0.5]), [("v1", 0, 2)]
+    entries = [
+        Sampled(call, ids, *logprobs, spans, "stop", text, [], 0.1)
+        for call, text in zip("ab", said, strict=True)
+    ]
+    for rollout, want in ((FAMILY[1], [False, True]), (FAMILY[0], [True, True])):
+        event = Watched(rollout).turns(entries).decode()
+        pieces = json.loads(event.partition("data: ")[2])["pieces"]
+        assert [piece["segment"]["sampled"] for piece in pieces] == want
+        assert all(Segment.model_validate(piece["segment"]) for piece in pieces)

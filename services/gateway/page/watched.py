@@ -22,6 +22,9 @@ from services.state.turns.entries import (
 MOST_TEXT = 64 << 10
 """Characters of one operation's output that are kept for those who come later."""
 
+GIVEN = {"sampled": False, **dict.fromkeys(("logprobs", "policy_version", "call_id", "finish_reason"))}
+"""What a segment says that was not sampled."""
+
 
 def event(name: str, data: str) -> bytes:
     """A server-sent event; JSON has no line ends of its own."""
@@ -41,7 +44,7 @@ class Watched:
 
     def begin(self) -> None:
         """The turn log is read from its beginning."""
-        self._chain, self._place = -1, 0
+        self._chain, self._place, self._turns = -1, 0, 0
         self._counts = True
         """Whether the chain is one of the trajectory, so that the next has another number."""
 
@@ -65,7 +68,11 @@ class Watched:
                 first = self._chain < 0
                 self._chain, self._place, self._counts = self._chain + self._counts, 0, first
             self._counts |= isinstance(entry, Sampled)
+            self._turns += isinstance(entry, Sampled)
+            shared = (origin := self.rollout.request.origin) and self._turns <= origin.turn
             for segment in _segments(entry):
+                if shared:  # it was sampled in the rollout that this one left
+                    segment = segment.model_copy(update=GIVEN)
                 said = segment.model_dump_json(exclude={"routed_experts"})
                 pieces.append(f'{{"chain":{self._chain},"place":{self._place},"segment":{said}}}')
                 self._place += 1

@@ -22,13 +22,14 @@ export function itemsOf(trajectory, chain) {
   const timed = new Map((trajectory.calls ?? []).map((call) => [call.id, call]));
   const names = new Map();
   const items = [];
+  const shared = trajectory.sharedOf(chain);
   let begun = null;
   for (const segment of chain.segments) {
     if (!segment.goesOn || !begun) begun = { start: segment.start, versions: [] };
     if (segment.sampled && !begun.versions.includes(segment.version)) begun.versions.push(segment.version);
     const next = chain.segments[segment.index + 1];
     if (!segment.messages.length && next?.goesOn) continue;
-    const tokens = { ...begun, end: segment.end, segment, timed: timed.get(segment.call_id) };
+    const tokens = { ...begun, end: segment.end, segment, timed: timed.get(segment.call_id), shared: segment.end <= shared };
     if (!segment.messages.length) items.push({ key: `${segment.index}`, role: segment.role, tokens, first: true });
     segment.messages.forEach((message, place) => {
       for (const call of message.tool_calls ?? []) names.set(call.id, call.name);
@@ -69,10 +70,10 @@ function Meta({ item, trajectory, chain, onTokens }) {
   const call = tokens.timed;
   const facts = [];
   if (segment.sampled) {
-    facts.push(`turn ${segment.turn}`, `${exact(end - start)} tokens`, `log-prob ${fixed(chain.mean(start, end), 2)}`);
+    facts.push(`turn ${trajectory.turnOf(chain, segment)}`, `${exact(end - start)} tokens`, `log-prob ${fixed(chain.mean(start, end), 2)}`);
     if (segment.finish_reason && segment.finish_reason !== "stop") facts.push(`ended by ${segment.finish_reason}`);
   } else {
-    facts.push(`${exact(end - start)} tokens${item.together > 1 ? ` of ${item.together} messages` : ""}, given`);
+    facts.push(`${exact(end - start)} tokens${item.together > 1 ? ` of ${item.together} messages` : ""}, ${tokens.shared ? "shared" : "given"}`);
   }
   const timed = segment.sampled ? call : item.timed;
   if (timed?.seconds != null) facts.push(span(timed.seconds));
@@ -107,7 +108,8 @@ function Message({ item, trajectory, chain, onTokens, found }) {
   useEffect(() => {
     if (found) mark(found);
   });
-  return html`<article class="msg msg-${role} ${found ? "msg-found" : ""} ${item.unread ? "msg-unread" : ""}" aria-label=${`${role} message`}>
+  return html`<article class="msg msg-${role} ${found ? "msg-found" : ""} ${item.unread ? "msg-unread" : ""} ${item.tokens?.shared
+    ? "msg-shared" : ""}" aria-label=${`${role} message`}>
     <header>
       <span class="msg-role">${role}</span>
       ${output && item.name && html`<span class="msg-name">${item.name}</span>`}

@@ -5,7 +5,9 @@ import { save } from "./words.js";
 
 /** A request to submit again: without its id, which names this rollout, and without fields that are not set. */
 function again(request) {
-  const { id, ...rest } = request;
+  const { id, origin, ...asked } = request;
+  const { n, sampling, limits, tags, metadata } = asked;
+  const rest = origin ? { from: { ...origin, n }, sampling, limits, tags, metadata } : asked;
   const isSet = (value) => value !== null && !(typeof value === "object" && !Object.keys(value).length);
   return Object.fromEntries(Object.entries(rest).filter(([, value]) => isSet(value)));
 }
@@ -27,11 +29,13 @@ export function python(value, indent = 0) {
 }
 
 export function asPython(request) {
-  const fields = Object.entries(again(request)).map(([name, value]) => `        ${name}=${python(value, 8)},\n`);
-  return `from rollout import Client, RolloutRequest
+  const fields = Object.entries(again(request)).map(([name, value]) => `        ${name === "from" ? "from_" : name}=${python(value, 8)},\n`);
+  const kind = request.origin ? "ForkRequest" : "RolloutRequest";
+  return `from rollout import Client
+from rollout.schema import ${kind}
 
 with Client(${embedded ? "" : JSON.stringify(location.origin)}) as client:
-    request = RolloutRequest(
+    request = ${kind}(
 ${fields.join("")}    )
     for rollout in client.run([request]):
         print(rollout.id, rollout.state, rollout.reward)

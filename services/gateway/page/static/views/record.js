@@ -138,6 +138,22 @@ export class Trajectory {
     return this.chains.reduce((sum, chain) => sum + (chain.policy === null ? chain[name] : 0), 0);
   }
 
+  /** Of a fork: ids at the beginning of a chain that it shares with the rollout that it left. */
+  sharedOf(chain) {
+    let left = this.branch?.tokens ?? 0;
+    for (const each of this.chains) {
+      if (each.policy !== null) continue;
+      if (each === chain) return Math.min(left, each.length);
+      left = Math.max(0, left - each.length);
+    }
+    return 0;
+  }
+
+  /** The number of a segment's turn, those before it in a fork's source included. */
+  turnOf(chain, segment) {
+    return segment.turn + (this.sharedOf(chain) ? this.branch.turn : 0);
+  }
+
   /** The part of a tokenizer's name by which its texts are kept: of a chain's, or the agent's. */
   digestOf(chain) {
     const tokenizer = chain?.tokenizer ?? this.tokenizer;

@@ -116,6 +116,7 @@ function CancelButton({ rollout, onDone }) {
 
 function Summary({ rollout, trajectory }) {
   const parts = Object.entries(rollout.reward_components ?? {});
+  const { origin } = rollout.request;
   const facts = [
     ["state", html`<${StateMark} state=${rollout.state} />`],
     ["reward", html`<${Reward} value=${rollout.reward} drop=${rollout.drop} />`],
@@ -126,7 +127,10 @@ function Summary({ rollout, trajectory }) {
     ["group", rollout.request.n > 1 || rollout.group_id !== rollout.id ? html`${above(rollout.group_id).length ? html`<${Link}
       path=${["groups", rollout.group_id]}>${shortId(rollout.group_id)}<//>` : shortId(rollout.group_id)} <span
         class="quiet">#${rollout.index}</span>` : null],
-    ["attempt", `${rollout.attempt}${rollout.resumed ? `, taken over ${rollout.resumed}×` : ""}`],
+    ["attempt", `${rollout.attempt}${rollout.resumed ? `, taken over ${rollout.resumed}×` : ""}${rollout.moved ? `, moved ${rollout.moved}×` : ""}`],
+    ["branched from", origin && html`${embedded ? shortId(origin.rollout) : html`<${Link}
+      path=${["rollouts", origin.rollout]}>${shortId(origin.rollout)}<//>`} <span class="quiet">at turn ${origin.turn}${trajectory?.branch
+        ? `, ${exact(trajectory.branch.tokens)} tokens shared` : ""}</span>`],
     ["turns", trajectory && exact(trajectory.total("turns"))],
     ["sampled", trajectory && html`${exact(trajectory.total("sampled"))} <span class="quiet">of ${exact(trajectory.total("length"))}</span>`],
     ["versions", trajectory?.versions.length > 0 && html`<span class="versions">${trajectory.versions.slice(0, 8).map((version, at) =>

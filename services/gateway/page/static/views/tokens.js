@@ -62,10 +62,10 @@ function Facts({ chain, trajectory, vocabulary, at }) {
     ["id", id],
     ["log-prob", segment.sampled ? fixed(p, 4) : "–"],
     ["probability", segment.sampled ? `${fixed(100 * Math.exp(p), 2)} %` : "–"],
-    ["mask", segment.sampled ? "1, sampled" : "0, given"],
+    ["mask", segment.sampled ? "1, sampled" : at < trajectory.sharedOf(chain) ? "0, shared" : "0, given"],
     ["version", segment.sampled ? `${letter(segment.version)} ${trajectory.versions[segment.version] ?? "unknown"}` : "–"],
     ["position", `${exact(at)}, ${exact(at - segment.start)} of its segment`],
-    ["said by", segment.sampled ? `${segment.role}, turn ${segment.turn}` : segment.role],
+    ["said by", segment.sampled ? `${segment.role}, turn ${trajectory.turnOf(chain, segment)}` : segment.role],
     ["call", segment.call_id ?? "–"],
   ];
   return html`<dl class="facts">
