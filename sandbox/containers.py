@@ -17,23 +17,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sandbox import binds, connection, paths, payload, processes, trees
+from sandbox import connection, paths, payload, processes, trees
 from sandbox.config import HostConfig
 from sandbox.container import Container, end_strays, runtime_of
+from sandbox.equipment import Equipment
 from sandbox.errors import (
     ImageError,
     NodeShort,
-    NotAllowed,
     SandboxError,
     SandboxRequestError,
     SandboxStartError,
 )
-from sandbox.images import ImageStore
-from sandbox.images.store import ImagePolicy
 from sandbox.pool import Kind, WarmPool
 from sandbox.records import Record, Records, boot_id, now
 from sandbox.room import shortages
-from sandbox.runtimes import AUTO, RUNTIMES, Launch, Runtime, select_runtime
+from sandbox.runtimes import Launch, Runtime
 from sandbox.snapshots import Snapshots
 from sandbox.spec import Fate, SandboxInfo, SandboxSpec
 
@@ -45,17 +43,12 @@ JANITOR_PERIOD_S = 1.0
 PARALLEL_STARTS = 2 * (os.cpu_count() or 1)  # measured: more only makes each start slower
 REMOVING_THREADS = 2
 MOST_ENDING = 16  # beyond, who ends one waits for it: sandboxes must not come faster than they go
-UNPACKING_THREADS = 16  # most of them wait for the lock of an image that another one unpacks
 SETUP_TIMEOUT_S = 10.0
 FATES_KEPT = 1000
 COUNTS = (
     *("started", "claimed_warm", "failed", "released"),
     *("expired", "died", "limited", "node", "adopted", "swept"),
 )
-HOST_ROOT_NOTE = "files (no image here: the machine's own /usr is visible read-only)"
-SOFT_LIMITS_NOTE = "hard memory and CPU limits (no cgroup of its own: rlimits and a watchdog serve)"
-SOFT_CPU_NOTE = "hard CPU limit (its processes are nice)"
-ROOT_LIMITS_NOTE = "process limit (the machine's root is exempt from it)"
 
 
 class Containers:
@@ -64,18 +57,12 @@ class Containers:
     def __init__(self, state: Path, config: HostConfig):
         self.state = state
         self.config = config
-        closed = (state, paths.image_cache(), paths.snapshot_dir() or state, *config.closed)
-        self._closed = tuple(place.resolve() for place in closed)
-        writable = tuple(place.path for place in config.binds if place.writable)
-        self.images = ImageStore(policy=ImagePolicy(config.image_roots, self._closed, writable))
+        self.equipment = Equipment(state, config)
         self._all: dict[str, Container] = {}
-        self._runtimes: dict[str, Runtime] = {}
-        self._runtime_lock = asyncio.Lock()
         self._start_slots = asyncio.Semaphore(PARALLEL_STARTS)
         self._waiting = 0
         # Threads of their own, so that what takes long delays nothing but its like.
         self._removing = ThreadPoolExecutor(REMOVING_THREADS, "removing")
-        self._unpacking = ThreadPoolExecutor(UNPACKING_THREADS, "unpacking")
         self.snapshots = Snapshots(state, config, self._all, partial(self._removing.submit, trees.remove))
         self._boot_id = boot_id()
         self._fates: collections.OrderedDict[str, Fate] = collections.OrderedDict()
@@ -96,7 +83,7 @@ class Containers:
         """
         began = time.monotonic()
         async with self.snapshots.opened(spec) as spec:
-            kind, runtime = await self._kind_of(spec)
+            kind, runtime = await self.equipment.kind_of(spec)
             try:
                 info = None if spec.snapshot else await self._claim(kind, spec, began)
                 if info is None:
@@ -122,42 +109,13 @@ class Containers:
 
     async def keep_warm(self, spec: SandboxSpec, count: int) -> None:
         """Have `count` sandboxes of the spec's kind ready soon, e.g. for a stage that is still to come."""
-        kind, _ = await self._kind_of(spec)
+        kind, _ = await self.equipment.kind_of(spec)
         self.pool.asked(kind, count)
-
-    async def _kind_of(self, spec: SandboxSpec) -> tuple[Kind, Runtime]:
-        """Resolve and check a request; equal kinds can serve each other's requests."""
-        if spec.network not in self.config.networks:
-            choice = " or ".join(self.config.networks)
-            raise SandboxRequestError(f"network {spec.network!r} is not given on this node; choose {choice}")
-        if not 0 < spec.max_lifetime_s < float("inf"):
-            raise SandboxRequestError(f"max_lifetime_s={spec.max_lifetime_s} must be above 0 and finite")
-        limits = self.config.limits(spec.limits)
-        self._check_runtime(spec.runtime)
-        bound = binds.check(spec.binds, self.config.binds, self._closed)
-        runtime = await self._runtime(spec)
-        if bound and runtime.name == "local-unsafe":
-            raise SandboxRequestError("binds need a container; local-unsafe has none")
-        rootfs = await asyncio.get_running_loop().run_in_executor(
-            self._unpacking, self._rootfs, spec.image, runtime
-        )
-        return Kind(spec.image, spec.runtime, rootfs, spec.network, limits, bound, spec.ipython), runtime
-
-    def _check_runtime(self, name: str) -> None:
-        """Which runtimes there are is the deployment's choice. Raises NotAllowed."""
-        allowed = self.config.runtimes
-        known = name in RUNTIMES or name == "auto"
-        if not known or name in allowed or (name == "auto" and set(AUTO) & set(allowed)):
-            return
-        raise NotAllowed(
-            f"runtime {name!r} is not among ROLLOUT_SANDBOX_RUNTIMES={','.join(allowed)} of this node; set "
-            "it where the sandbox host starts (`rollout sandbox-host stop` ends the one that runs)"
-        )
 
     async def _boot_warm(self, kind: Kind) -> Container:
         spec = SandboxSpec(image=kind.image, runtime=kind.runtime, network=kind.network)
         try:
-            container = await self._boot_new(kind, self._runtimes[kind.runtime], spec)
+            container = await self._boot_new(kind, await self.equipment.runtime(kind.runtime), spec)
         except BaseException:
             self.counts["failed"] += 1
             raise
@@ -176,7 +134,7 @@ class Containers:
             container = self._prepare(kind, runtime, spec)
             try:
                 await self.snapshots.fill(container)
-                await container.boot(self._hold_images, self._write_record)
+                await container.boot(self.equipment.hold_images, self._write_record)
                 if kind.ipython:
                     await self._ask(container, {"op": "ipython_warm"})
             except BaseException:
@@ -194,7 +152,7 @@ class Containers:
             self._payload,
             kind.rootfs,
             kind.network,
-            self._interpreter(runtime, kind.rootfs),
+            self.equipment.interpreter(runtime, kind.rootfs),
             kind.binds,
             kind.limits,
         )
@@ -234,7 +192,7 @@ class Containers:
             socket=container.address.text(),
             runtime=runtime.name,
             node=socket.gethostname(),
-            isolation_missing=self._missing(container),
+            isolation_missing=self.equipment.missing(container),
             pid=container.pid,
             start_ms=round((time.monotonic() - began) * 1000, 1),
             workspace=runtime.places(container.launch).workspace,
@@ -253,65 +211,6 @@ class Containers:
         except SandboxError as error:
             message = f"sandbox {container.id} did not answer to {request['op']!r}: {error}"
             raise SandboxStartError(message) from error
-
-    @staticmethod
-    def _missing(container: Container) -> list[str]:
-        runtime = container.runtime
-        missing = list(runtime.missing_isolation)
-        if container.launch.network == "host" and "network" not in missing:
-            missing.append("network")
-        if container.launch.rootfs is None and runtime.needs_image:
-            missing.append(HOST_ROOT_NOTE)
-        if runtime.needs_image:
-            missing.append(SOFT_CPU_NOTE if runtime.has_cgroups else SOFT_LIMITS_NOTE)
-            if runtime.run_as is None and os.geteuid() == 0:
-                missing.append(ROOT_LIMITS_NOTE)
-        return missing
-
-    # -- runtime and image ----------------------------------------------
-
-    async def _runtime(self, spec: SandboxSpec) -> Runtime:
-        """Probed once in the life of the host, with the base image and never with a task's."""
-        async with self._runtime_lock:
-            if spec.runtime not in self._runtimes:
-                auto = [name for name in AUTO if name in self.config.runtimes]
-                self._runtimes[spec.runtime] = await asyncio.to_thread(
-                    select_runtime, spec.runtime, partial(self._rootfs, "base"), self.state, auto
-                )
-            return self._runtimes[spec.runtime]
-
-    def _rootfs(self, image: str, runtime: Runtime) -> Path | None:
-        if not runtime.needs_image:
-            return None
-        try:
-            return self.images.rootfs(image, runtime.run_as)
-        except ImageError:
-            if runtime.name == "bubblewrap" and image == "base":
-                return None
-            raise
-
-    def _interpreter(self, runtime: Runtime, rootfs: Path | None) -> Path | None:
-        """Our own Python for the server, from the base image; None where the machine's `usr` is shown.
-
-        Raises ImageError where there is none: a task's image never takes its place.
-        """
-        if not runtime.needs_image or rootfs is None:
-            return None
-        base = self.images.rootfs("base", runtime.run_as)
-        interpreter = payload.find_interpreter(base)
-        if interpreter is None:
-            raise ImageError(
-                f"image 'base' ({base}) has no Python that could run the server; run deploy/setup/image.sh"
-            )
-        return interpreter
-
-    def _hold_images(self, container: Container) -> None:
-        """Keep the images it runs from in the cache; the base image is among them for its interpreter."""
-        roots = {container.launch.rootfs}
-        if container.launch.interpreter is not None:
-            roots.add(container.launch.interpreter.parent)
-        for root in filter(None, roots):
-            container.leases.append(self.images.hold(root))
 
     # -- end ----------------------------------------------
 
@@ -332,8 +231,7 @@ class Containers:
         await self.pool.close()
         while self._all:
             await self._release_all(list(self._all))
-        for runtime in self._runtimes.values():
-            runtime.close()
+        self.equipment.close()
         for name in ("records", "scratch", "payload"):
             await self._remove(trees.remove, self.state / name)
 
@@ -411,7 +309,7 @@ class Containers:
     async def _guard_images(self) -> None:
         """In a thread: it may wait for locks, and have much to remove."""
         try:
-            await asyncio.to_thread(self.images.cache.guard)
+            await asyncio.to_thread(self.equipment.images.cache.guard)
         except Exception:
             log.exception("the image cache could not be guarded")
 
@@ -442,14 +340,14 @@ class Containers:
     def _adopt(self, record: Record) -> None:
         own_python = None
         with contextlib.suppress(ImageError):  # it runs already
-            own_python = self._interpreter(runtime_of(record), Path(record.rootfs or "/"))
+            own_python = self.equipment.interpreter(runtime_of(record), Path(record.rootfs or "/"))
         container = Container.revive(record, self.state, self._payload, own_python)
         self._all[record.id] = container
         for usage in reversed(processes.usages(record.pid) if record.pid else []):
             if container.file_system is None:  # one that is open to us; the agent may have closed all
                 container.see_memory(usage.pid)
         try:
-            self._hold_images(container)
+            self.equipment.hold_images(container)
         except ImageError as error:  # evicted while no host held it; what is open of it goes on working
             log.error("the image of sandbox %s is not in the cache any more: %s", record.id, error)
         self.snapshots.recover(container)

@@ -44,8 +44,8 @@ CLEAR_S = 2.0
 MOST_MOVING_S = 60.0
 """For the files of what is left after a drain that somebody asked for."""
 NOTICE = "notice"
-"""A step of the job that does nothing: of a preemption Slurm tells steps at once, but the job itself, with all
-that it has started, only when the grace time is over."""
+"""A step of the job that does nothing: of a preemption Slurm tells steps at once, but the job itself, with
+all that it has started, only when the grace time is over."""
 NOTICE_COMMAND = (
     *("srun", "--quiet", "--overlap", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=0"),
     *("--gres=none", "--cpu-bind=none", f"--job-name={NOTICE}", "sleep", "infinity"),
