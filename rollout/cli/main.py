@@ -19,11 +19,10 @@ from rollout.cli.batches import batches
 from rollout.cli.completion import completion
 from rollout.cli.datasets import tasks
 from rollout.cli.export import export
-from rollout.cli.forks import fork
 from rollout.cli.plan import plan_command
 from rollout.cli.points import PointGroup
 from rollout.cli.policy import policy
-from rollout.cli.rollouts import agent, cancel, list_, show, status, watch
+from rollout.cli.rollouts import agent, cancel, fork, list_, show, status, watch
 from rollout.cli.tasks import fetch, submit
 from rollout.cli.top import top
 from rollout.errors import RolloutError

@@ -1,4 +1,4 @@
-"""`rollout status|list|show|watch|agent|cancel`: look at rollouts, drive one, and end them."""
+"""`rollout status|list|show|watch|agent|fork|cancel`: look at rollouts, drive one, fork one, and end them."""
 
 from __future__ import annotations
 
@@ -10,24 +10,37 @@ from typing import Any
 
 import click
 from rich.console import Group
+from rich.text import Text
 
 from rollout.cli import render
 from rollout.cli.common import (
     WORK_PATIENCE_S,
+    Column,
+    Sheet,
     complete_handlers,
     completed,
     connect,
     err,
     json_option,
+    node_shown,
     out,
     show_view,
     url_option,
+    valid,
 )
 from rollout.client import ApiError, Client
 from rollout.http import NOT_FOUND
-from rollout.schema import Blame, Rollout, State
+from rollout.schema import Blame, ForkPoint, ForkRequest, Rollout, State
 
 MOST_OF_GROUP = 1000
+KEPT = (
+    Column("turn", lambda kept: str(kept.turn), number=True),
+    Column("age", lambda kept: f"{max(0.0, time.time() - kept.at):.0f} s", number=True),
+    Column("files", lambda kept: Text(kept.error, "red") if kept.error else kept.way),
+    Column("MB", lambda kept: f"{kept.bytes / 1e6:.1f}" if kept.bytes else "–", number=True),
+    Column("node", lambda kept: node_shown(kept.node) if kept.node else "–"),
+)
+"""Of the turns that a rollout keeps."""
 complete_ids = completed(lambda client: [rollout.id for rollout in client.list(limit=500).rollouts])
 
 
@@ -131,6 +144,46 @@ def agent(rollout_id: str, as_json: bool, url: str | None) -> None:
         access = client.agent(rollout_id)
     lines = (f"export {name}={shlex.quote(value)}" for name, value in access.environment().items())
     click.echo(access.model_dump_json() if as_json else "\n".join(lines))
+
+
+@click.command()
+@click.argument("rollout_id", metavar="ID", shell_complete=complete_ids)
+@click.option("--turn", type=click.IntRange(1), help="Share the turns up to this one. [default: list them]")
+@click.option("-n", "--n", type=click.IntRange(1, 1000), default=1, show_default=True, help="How many go on.")
+@click.option("--tag", "tags", multiple=True, help="Tag to add; may be given several times.")
+@click.option("--wait", is_flag=True, help="Write a line for each that ends, until all have.")
+@json_option
+@url_option
+def fork(
+    rollout_id: str,
+    turn: int | None,
+    n: int,
+    tags: tuple[str, ...],
+    wait: bool,
+    as_json: bool,
+    url: str | None,
+) -> None:
+    """Start rollouts that go on from a turn of another. Without --turn: list the turns that are kept.
+
+    They share its turns up to that one, and its sandbox's files as they were then. It keeps turns where its
+    request says `checkpoints`.
+    """
+    if turn is None:
+        with connect(url) as client:
+            kept = client.checkpoints(rollout_id)
+        show_view(Sheet(KEPT, kept), kept, as_json)
+        if not kept:
+            click.echo('no turn is kept: submit with "checkpoints": "every_turn" or "on_tools"', err=True)
+        return
+    with valid():
+        request = ForkRequest(from_=ForkPoint(rollout=rollout_id, turn=turn, n=n), tags=list(tags))
+    with connect(url, WORK_PATIENCE_S) as client:
+        if not wait:
+            started = client.submit(request)
+            show_view(Text("\n".join(entry.id for entry in started)), started, as_json)
+            return
+        for rollout in client.rollouts(request, include="summary", progress=False):
+            show_view(render.ended_line(rollout), rollout, as_json)
 
 
 @click.command()

@@ -74,18 +74,16 @@ class ForkRequest(Strict):
 
     def applied(self, request: RolloutRequest) -> RolloutRequest:
         """What it asks for, where the other rollout was asked for so. Applied to that it changes nothing."""
-        fields: dict[str, Any] = {
-            name: getattr(self, name) for name in ("id", "group_id", "policy_version", "tags", "metadata")
-        }
-        for name in ("priority", "checkpoints", "webhook"):
-            if (given := getattr(self, name)) is not None:
-                fields[name] = given
-        for name in ("sampling", "limits"):
-            if (given := getattr(self, name)) is not None:
-                changes = {part: getattr(given, part) for part in given.model_fields_set}
-                fields[name] = getattr(request, name).model_copy(update=changes)
-        origin = Origin(rollout=self.from_.rollout, turn=self.from_.turn)
-        return request.model_copy(update=fields | {"n": self.n, "origin": origin})
+        changes = dict(self)
+        point = changes.pop("from_")
+        for name in ("priority", "checkpoints", "webhook", "sampling", "limits"):
+            if changes[name] is None:
+                del changes[name]
+        for name in changes.keys() & {"sampling", "limits"}:
+            parts = {part: getattr(changes[name], part) for part in changes[name].model_fields_set}
+            changes[name] = getattr(request, name).model_copy(update=parts)
+        origin = Origin(rollout=point.rollout, turn=point.turn)
+        return request.model_copy(update=changes | {"n": point.n, "origin": origin})
 
 
 def _one_of_both(value: Any, _: ValidatorFunctionWrapHandler) -> RolloutRequest | ForkRequest:

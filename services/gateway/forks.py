@@ -9,14 +9,17 @@ from rollout.schema import EXTERNAL, FieldError, ForkRequest, Rollout, RolloutRe
 from services.gateway.auth import caller
 from services.gateway.context import gateway
 from services.gateway.metrics import FORKS
-from services.gateway.problems import ApiProblem, absent, refuse
+from services.gateway.problems import ApiProblem, absent, invalid
 from services.gateway.tasks import check_submission, why_not_forked
 from services.state.checkpoints import Kept
 from services.state.redis import now
 
 RESUMING = ("claude_code", "codex", "gemini_cli", "opencode", "openhands", "pi", "qwen_code")
 """Harnesses whose programs take up a session of their own files, though only to answer a further message."""
-ENDED_BADLY = (State.CANCELLED, State.FAILED, State.TIMED_OUT)
+INSTEAD = (
+    'set by the service; to go on from a turn of another rollout send "from": {"rollout": ID, "turn": T}'
+)
+GONE = "No such checkpoint"
 
 
 def requests_of(
@@ -38,19 +41,11 @@ def requests_of(
     Raises:
         ApiProblem: As `check_submission` says; and 404 or 409 for a turn from which nothing can go on.
     """
-    named = [
-        ("" if listed_in is None else f"{listed_in}.{position}.", entry)
-        for position, entry in enumerate(entries)
-    ]
-    refuse(
-        FieldError(
-            field=f"{prefix}origin",
-            message="it is the service's to set; to go on from a turn of another rollout send "
-            '"from": {"rollout": ID, "turn": T, "n": N} in place of handler and task',
-        )
-        for prefix, entry in named
-        if isinstance(entry, RolloutRequest) and entry.origin is not None
-    )
+    prefixes = ["" if listed_in is None else f"{listed_in}.{place}." for place in range(len(entries))]
+    named = [*zip(prefixes, entries, strict=True)]
+    for prefix, entry in named:
+        if isinstance(entry, RolloutRequest) and entry.origin is not None:
+            raise invalid(f"{prefix}origin", INSTEAD)
     forks = {prefix: entry for prefix, entry in named if isinstance(entry, ForkRequest)}
     try:
         with _named_as_written(forks):
@@ -77,12 +72,12 @@ class _Resolver:
     """Makes requests of the forks of one call."""
 
     def __init__(self, forks: Mapping[str, ForkRequest], tenant: str, wait_s: float) -> None:
-        self._gate, self._tenant, self._wait_s = gateway(), tenant, wait_s
+        self._gate, self._tenant = gateway(), tenant
         ids = {fork.from_.rollout for fork in forks.values()}
-        found = self._gate.rollouts.get_many(ids, trajectory=False, tenant=tenant) if ids else ()
-        self._sources = {rollout.id: rollout for rollout in found}
-        self._kept: dict[str, list[Kept]] = {}
+        sources = self._gate.rollouts.get_many(ids, trajectory=False, tenant=tenant) if ids else ()
+        self._sources = {source.id: (source, checkpoints_of(source)) for source in sources}
         self._nodes = self._gate.fleet.nodes() if ids else {}
+        self._from = now(self._gate.redis) + wait_s if ids else 0.0
 
     def request(self, prefix: str, fork: ForkRequest) -> RolloutRequest:
         """What a fork stands for.
@@ -91,48 +86,46 @@ class _Resolver:
             ApiProblem: Nothing can go on from there.
         """
         try:
-            return self._made(f"{prefix}from", fork)
+            return self._made(f"{prefix}from.", fork)
         except ApiProblem:
             if (there := self._there(fork)) is None:
                 raise
             return there
 
-    def _made(self, field: str, fork: ForkRequest) -> RolloutRequest:
+    def _made(self, prefix: str, fork: ForkRequest) -> RolloutRequest:
+        def refused(
+            name: str, message: str, status: int = 409, title: str = "Cannot be forked"
+        ) -> ApiProblem:
+            field = f"{prefix}{name}"
+            return ApiProblem(
+                status, title, f"{field}: {message}", [FieldError(field=field, message=message)]
+            )
+
         turn = fork.from_.turn
-        source = self._sources.get(fork.from_.rollout)
-        if source is None:
+        if fork.from_.rollout not in self._sources:
             # Also somebody else's: another answer would say that it exists.
             problem = absent(fork.from_.rollout).problem
-            raise _refused(f"{field}.rollout", problem.detail, 404, problem.title)
+            raise refused("rollout", problem.detail, problem.status, problem.title)
+        source, every = self._sources[fork.from_.rollout]
         if reason := self._unfit(source):
-            raise _refused(f"{field}.rollout", reason)
-        if source.id not in self._kept:
-            self._kept[source.id] = checkpoints_of(source)
-        kept = {checkpoint.turn: checkpoint for checkpoint in self._kept[source.id]}
-        checkpoint = kept.get(turn)
-        if checkpoint is None:
-            there = ", ".join(map(str, kept)) or "none"
-            so_far = "" if source.state.terminal else " so far"
-            message = f"no checkpoint of turn {turn} is kept; there are{so_far}: {there}"
+            raise refused("rollout", reason)
+        kept = next((checkpoint for checkpoint in every if checkpoint.turn == turn), None)
+        if kept is None:
+            there = ", ".join(str(checkpoint.turn) for checkpoint in every) or "none"
+            message = f"turn {turn} is not kept; those that are: {there}"
             if (origin := source.request.origin) and turn <= origin.turn:
-                message += f" (turns up to {origin.turn} are those of {origin.rollout}: fork that one)"
-            raise _refused(f"{field}.turn", message, 404, "No such checkpoint")
-        if checkpoint.error:
-            raise _refused(f"{field}.turn", f"the files of turn {turn} were not kept: {checkpoint.error}")
-        if checkpoint.node is not None and checkpoint.node not in self._nodes:
-            message = f"the files of turn {turn} are on node {checkpoint.node}, which is not there now"
-            raise _refused(f"{field}.turn", message)
+                message += f" (up to {origin.turn} they are turns of {origin.rollout}: fork that one)"
+            raise refused("turn", message, 404, GONE)
+        if kept.error:
+            raise refused("turn", f"the files of turn {turn} were not kept: {kept.error}")
+        if kept.node is not None and kept.node not in self._nodes:
+            raise refused("turn", f"the files of turn {turn} are on node {kept.node}, which is not there now")
         request = fork.applied(source.request)
-        if turn >= request.limits.max_turns:
-            given = fork.limits is not None and "max_turns" in fork.limits.model_fields_set
-            message = (
-                f"{turn} turns are shared, and limits.max_turns = {request.limits.max_turns}: none is left"
-            )
-            name = field.removesuffix("from") + "limits.max_turns" if given else f"{field}.turn"
-            raise _refused(name, message, 400, "Invalid request")
-        until = now(self._gate.redis) + request.limits.deadline_s + self._wait_s
-        if not self._gate.checkpoints.hold(source.id, source.attempt, until):
-            raise _refused(f"{field}.turn", f"turn {turn} is kept no longer", 404, "No such checkpoint")
+        if turn >= (most := request.limits.max_turns):
+            message = f"{turn} turns are shared, of limits.max_turns = {most}: give limits with more"
+            raise refused("turn", message, 400, "Invalid request")
+        if not self._gate.checkpoints.hold(source.id, kept.attempt, self._from + request.limits.deadline_s):
+            raise refused("turn", f"turn {turn} is kept no longer", 404, GONE)
         return request
 
     def _there(self, fork: ForkRequest) -> RolloutRequest | None:
@@ -142,21 +135,19 @@ class _Resolver:
             return None
         first = fork.rollout_ids()[1][0]
         rollout = self._gate.rollouts.get(first, trajectory=False, tenant=self._tenant)
-        same = rollout is not None and fork.applied(rollout.request) == rollout.request
-        return rollout.request if rollout is not None and same else None
+        return rollout.request if rollout and fork.applied(rollout.request) == rollout.request else None
 
     def _unfit(self, source: Rollout) -> str | None:
         """Why nothing goes on from any of its turns; None = something may."""
         request = source.request
-        if source.state in ENDED_BADLY:
+        if source.drop or (source.state.terminal and source.state is not State.COMPLETED):
+            word = "dropped" if source.state is State.COMPLETED else source.state.value
             why = f" ({source.drop_reason})" if source.drop_reason else ""
-            return f"it has ended as {source.state.value}{why}: what it did is not to be gone on with"
-        if source.drop:
-            return f"it is dropped ({source.drop_reason}): what it did is not to be trusted"
+            return f"it is {word}{why}: what it did is not to be trusted"
         if request.agent is not None:
             return _driven(request.agent.harness)
         info = self._gate.tasks.handlers().get(request.handler)
-        if info is not None and (reason := why_not_forked(info)):
+        if reason := info and why_not_forked(info):
             return reason
         if request.checkpoints == "never":
             return 'no checkpoints were asked for; submit it with "checkpoints": "every_turn" or "on_tools"'
@@ -174,10 +165,6 @@ def _driven(harness: str) -> str:
     return f"a program{where} drives it (agent.harness {harness!r}), and keeps the conversation to itself"
 
 
-def _refused(field: str, message: str, status: int = 409, title: str = "Cannot be forked") -> ApiProblem:
-    return ApiProblem(status, title, f"{field}: {message}", [FieldError(field=field, message=message)])
-
-
 @contextmanager
 def _named_as_written(forks: Mapping[str, ForkRequest]) -> Iterator[None]:
     """Have a problem name what a fork says, and not what it has from the other rollout."""
@@ -192,13 +179,12 @@ def _named_as_written(forks: Mapping[str, ForkRequest]) -> Iterator[None]:
 
 
 def _as_written(error: FieldError, forks: Mapping[str, ForkRequest]) -> FieldError:
-    prefix = next((prefix for prefix in forks if error.field.startswith(prefix)), None)
-    if prefix is None:
-        return error
-    path = error.field.removeprefix(prefix)
-    name = path.partition(".")[0]
-    if name == "n":
-        return FieldError(field=f"{prefix}from.n", message=error.message)
-    if name == "from" or name in forks[prefix].model_fields_set:
-        return error
-    return FieldError(field=f"{prefix}from.rollout", message=f"its {path}: {error.message}")
+    for prefix, fork in forks.items():
+        if error.field.startswith(prefix):
+            path = error.field.removeprefix(prefix)
+            name = path.partition(".")[0]
+            if name == "n":
+                return FieldError(field=f"{prefix}from.n", message=error.message)
+            if name != "from" and name not in fork.model_fields_set:
+                return FieldError(field=f"{prefix}from.rollout", message=f"its {path}: {error.message}")
+    return error
