@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import threading
+from functools import partial
 from typing import Any
 
 import redis
@@ -31,6 +32,7 @@ from services.queues import (
 from services.settings import settings
 from services.state.redis import connect
 from workers import events, process
+from workers.arrival import carried
 from workers.chores.memory import go_on
 from workers.evaluate import evaluate
 from workers.init import init
@@ -53,13 +55,13 @@ def init_task(self: Task) -> Ref:
 @app.task(name=TASK_RUN, bind=True)
 def run_task(self: Task, ref: Ref) -> Ref:
     """RUN of one rollout."""
-    return run_stage(self, Stage.RUN, run_turns, ref)
+    return run_stage(self, Stage.RUN, partial(carried, run_turns), ref)
 
 
 @app.task(name=TASK_EVALUATE, bind=True)
 def evaluate_task(self: Task, ref: Ref) -> Ref:
     """EVAL of one rollout."""
-    return run_stage(self, Stage.EVAL, evaluate, ref)
+    return run_stage(self, Stage.EVAL, partial(carried, evaluate), ref)
 
 
 @app.task(name=TASK_CLEANUP)

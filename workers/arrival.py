@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rollout.schema import RolloutRequest, Stage, State
 from sandbox.client import SandboxClient
@@ -21,9 +19,7 @@ from services.state.rollouts.store import ABSENT, Claim, Finish
 from services.state.turns.entries import Sampled, decode
 from workers.errors import InfrastructureError, StageTimeout
 from workers.patience import ask, time_limit
-
-if TYPE_CHECKING:
-    from workers.stage import StageRun
+from workers.stage import Body, StageRun
 
 OF_THE_NODE = (ImageError, NodeShort, RuntimeUnavailable)
 """What says of a node that it cannot start a sandbox from the files, and nothing of others."""
@@ -36,7 +32,7 @@ class _Holder:
     sandbox: SandboxClient | None = None
 
 
-async def carried(run: StageRun, body: Callable[[StageRun], Awaitable[Finish]]) -> Finish:
+async def carried(body: Body, run: StageRun) -> Finish:
     """A stage's own work, behind the arrival of files that it begins with; the trajectory tells of moves.
 
     Raises:

@@ -22,7 +22,6 @@ from workers.agent.others import Others
 from workers.agent.placement import PromptSizes
 from workers.agent.router import Router
 from workers.agent.turns import TurnLog
-from workers.arrival import carried
 from workers.errors import (
     AgentFault,
     DeadlinePassed,
@@ -222,7 +221,7 @@ async def work(run: StageRun, body: Body) -> Finish | None:
     claim = run.claim
     try:
         async with time_limit(claim.deadline_in_s, DeadlinePassed, "the deadline of the rollout passed"):
-            outcome = await carried(run, body)
+            outcome = await body(run)
         run.held.decided = True
     except DeadlinePassed:
         run.held.reason = run.held.reason or OVERDUE

@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from services.state.redis import connect
 from services.state.rollouts.moving import MovingStore
 from services.state.rollouts.store import Claim, Finish, NewRollout, RolloutStore
 from tests.helpers.chores import services
+from workers.arrival import carried
 from workers.chores.moving import PACKING_S, Leftovers
 from workers.handlers.base import EVERY_STAGE, AgentHandler, Reward
 from workers.handlers.registry import HandlerError, Registry
@@ -244,7 +246,7 @@ class Arriving:
         """The outcome, where it is interrupted after so long; and the state that it enters."""
 
         async def go():
-            self.run.held.task = asyncio.ensure_future(work(self.run, self.body))
+            self.run.held.task = asyncio.ensure_future(work(self.run, partial(carried, self.body)))
             if reason:
                 await asyncio.sleep(after_s)
                 self.run.held.interrupt(reason)
