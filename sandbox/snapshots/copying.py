@@ -159,9 +159,9 @@ async def _run(runtime: Runtime, command: list[str], cwd: Path, **streams: int) 
         raise SnapshotError(f"{command[0]} cannot be started: {error}") from error
     try:
         assert process.stderr is not None
-        words = await process.stderr.read(WORDS_BYTES)
-        while await process.stderr.read(1 << 16):
-            pass  # a complaint for each of a million files
+        words = b""
+        while said := await process.stderr.read(1 << 16):  # perhaps a complaint for each of a million files
+            words = (words + said)[:WORDS_BYTES]
         code = await process.wait()
     except BaseException:
         with contextlib.suppress(ProcessLookupError):
@@ -169,8 +169,8 @@ async def _run(runtime: Runtime, command: list[str], cwd: Path, **streams: int) 
         await process.wait()
         raise
     if code != 0:
-        said = words.decode(errors="replace").strip() or "nothing"
-        raise SnapshotError(f"{command[0]} ended with {code}; it said: {said}")
+        text = words.decode(errors="replace").strip()
+        raise SnapshotError(f"{command[0]} ended with {code}; it said: {text or '(nothing)'}")
 
 
 @functools.cache

@@ -125,7 +125,7 @@ class Snapshots:
         return SnapshotInfo(name, manifest.bytes, manifest.files, way, round(time.monotonic() - began, 3))
 
     async def _keep(self, container: Container, manifest: Manifest, still: Still) -> str:
-        self._store.make_room(manifest.bytes)
+        self._store.make_room(manifest.name, manifest.bytes)
         self._check_disk(manifest.bytes)
         place = self._store.begin(container.runtime.run_as)
         try:

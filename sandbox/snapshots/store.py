@@ -92,17 +92,17 @@ class Store:
         """Drop all of that owner; returns how many."""
         return self._drop([kept for kept in self._kept.values() if kept.owner == owner], "forgotten")
 
-    def make_room(self, size: int) -> None:
-        """Drop the oldest until so much more may be kept. Raises SnapshotError when that never may."""
-        if size > self._most_bytes:
-            mib = size >> 20
-            raise SnapshotError(
-                f"{mib} MiB are more than ROLLOUT_SANDBOX_SNAPSHOTS_MB={self._most_bytes >> 20}"
-            )
-        for kept in list(self._kept.values()):
-            if self.size + size <= self._most_bytes:
-                return
-            self._drop([kept], "dropped for others")
+    def make_room(self, name: str, size: int) -> None:
+        """Drop the oldest until one of that size may be kept, in the place of its like; SnapshotError when it
+        never may.
+        """
+        most = self._most_bytes
+        if size > most:
+            quota = f"ROLLOUT_SANDBOX_SNAPSHOTS_MB={most >> 20}"
+            raise SnapshotError(f"{size >> 20} MiB are more than {quota}")
+        others = [kept for kept in self._kept.values() if kept.name != name]
+        while sum(kept.size for kept in others) + size > most:
+            self._drop([others.pop(0)], "dropped for others")
 
     def tidy(self, short: bool) -> None:
         """Drop what was kept long enough, and the oldest while the node is short of disk."""
