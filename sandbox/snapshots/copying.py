@@ -108,7 +108,13 @@ def _place(launch: Launch, part: str) -> Path:
 def _settle(runtime: Runtime, launch: Launch) -> None:
     """Put the upper layer where it belongs, without what would be in the way of walls that are to come."""
     upper = _place(launch, UPPER)
-    if (launch.scratch / UPPER).is_dir():
+    for place in (launch.scratch / part for part in PARTS):
+        if os.path.lexists(place):
+            mode = place.lstat().st_mode
+            if not stat.S_ISDIR(mode):
+                raise SnapshotError(f"the snapshot is damaged: its {place.name} is no directory")
+            place.chmod(stat.S_IMODE(mode) | stat.S_IRWXU)  # the server is to begin there
+    if (launch.scratch / UPPER).exists():
         (launch.scratch / UPPER).rename(upper)
     own = upper / OF_RUNTIME
     if os.path.lexists(own):

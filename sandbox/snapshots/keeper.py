@@ -38,7 +38,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
 PACKED = ".tar"
 PACKED_FILES = FILES + PACKED
 MANY, SMALL_BYTES = 2000, 64 << 10
-"""More files than that, and smaller, are packed in the node's own store, too: files take long to make."""
+"""More files than that, and smaller, are packed in the node's store, too: to make one takes long."""
 ASK_S = 60.0
 """For the server inside to answer, besides what it was told to wait."""
 TIDY_S = 10.0

@@ -287,7 +287,7 @@ def test_a_file_from_elsewhere_writes_nowhere_else(host, shared):
             for path, kind, leads in ((copying.MANIFEST, tarfile.REGTYPE, ""), *members):
                 member = tarfile.TarInfo(path)
                 content = text if path == copying.MANIFEST else b"evil"
-                member.type, member.linkname = kind, leads
+                member.type, member.linkname, member.mode = kind, leads, 0o755
                 member.size = len(content) if kind == tarfile.REGTYPE else 0
                 archive.addfile(member, io.BytesIO(content))
         return str(shared / name)
@@ -299,9 +299,13 @@ def test_a_file_from_elsewhere_writes_nowhere_else(host, shared):
         [("workspace/a", tarfile.SYMTYPE, str(aim)), ("workspace/a/evil", tarfile.REGTYPE, "")],
         [("workspace/a", tarfile.SYMTYPE, "../../../.."), ("workspace/a/evil", tarfile.REGTYPE, "")],
         [("workspace/a", tarfile.LNKTYPE, str(good)), ("workspace/a", tarfile.REGTYPE, "")],
+        [("workspace", tarfile.SYMTYPE, str(aim)), ("workspace/evil", tarfile.REGTYPE, "")],
+        [("workspace", tarfile.SYMTYPE, str(aim))],
     ):
         with contextlib.suppress(SnapshotError):
-            host.release(host.start(SandboxSpec(snapshot=packed("bad.tar", about, *every, *members))).id)
+            begun = host.start(SandboxSpec(snapshot=packed("bad.tar", about, *every, *members)))
+            assert not (host.state / "scratch" / begun.id / "workspace").is_symlink()
+            host.release(begun.id)
         assert [*aim.iterdir()] == [] and not [*host.state.rglob("evil")] and not [*shared.rglob("evil")]
         assert good.read_bytes()[:100].startswith(copying.MANIFEST.encode())
     newer = json.dumps(json.loads(about) | {"version": 2}).encode()
