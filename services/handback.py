@@ -103,11 +103,9 @@ class Mover:
         """What waits for the node and can go on elsewhere with its sandbox's files alone."""
         items = await asyncio.to_thread(self._store.waiting, self._node)
         handlers = await asyncio.to_thread(self._fleet.handlers) if items else {}
-        enough = {name for name, info in handlers.items() if info.survives == "files"}
+        survive = {name: info.survives for name, info in handlers.items()}
         boxes = {box["id"] for box in await self._host.list()} if items else set()
-        return [
-            item for item in items if item.handler in enough and not item.driven and _sandbox(item) in boxes
-        ]
+        return [item for item in items if item.files_suffice(survive) and _sandbox(item) in boxes]
 
     async def move_one(self, rollout_id: str, to: str) -> bool:
         """Move this one to a node, if it waits here and can go on there; whether it does."""

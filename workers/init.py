@@ -30,4 +30,4 @@ async def init(run: StageRun) -> Finish:
             raise error from error.__cause__
     if ctx.sandbox is not None:
         await ctx.sandbox.close()
-    return Finish(State.READY, outcome_fields(metrics=ctx.metrics))
+    return Finish(State.READY, outcome_fields(metrics=ctx.metrics, survives=ctx.survives))

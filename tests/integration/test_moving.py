@@ -11,6 +11,7 @@ import os
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,6 +30,7 @@ from tests.helpers.chores import services
 from workers.arrival import carried
 from workers.chores.moving import PACKING_S, Leftovers
 from workers.handlers.base import EVERY_STAGE, AgentHandler, Reward
+from workers.handlers.harbor.ready import starts_processes
 from workers.handlers.registry import HandlerError, Registry
 from workers.held import CANCEL, SHUTDOWN, Held
 from workers.services import WorkerServices
@@ -395,13 +397,15 @@ def test_a_node_that_ends_packs_what_waits_for_it_first_what_cost_most(store, se
 
 
 @pytest.mark.parametrize(
-    "why", ["no directory", "nothing survives", "driven", "no sandbox", "it fails", "no time"]
+    "why", ["no directory", "nothing survives", "its task", "driven", "no sandbox", "it fails", "no time"]
 )
 def test_what_cannot_be_moved_begins_anew_as_ever(store, settings, directory, host, why):
     announce(store, "nothing" if why == "nothing survives" else "files")
     bring_all(store, host)
     if why == "no directory":
         settings = settings.model_copy(update={"snapshot_dir": ""})
+    elif why == "its task":
+        store._redis.hset(keys.record("ready"), "survives", "nothing")
     elif why == "driven":
         store._redis.hset(keys.capture("passed-on", 1), "harness", "x")
     elif why == "no sandbox":
@@ -411,7 +415,8 @@ def test_what_cannot_be_moved_begins_anew_as_ever(store, settings, directory, ho
     elif why == "no time":
         host.takes_s = 30.0
     assert hand_back(settings, A, within_s=0.5) == 3
-    anew = ["passed-on"] if why == "driven" else [to.replace(" ", "-") for to in WAITS]
+    one = {"driven": ["passed-on"], "its task": ["ready"]}
+    anew = one.get(why) or [to.replace(" ", "-") for to in WAITS]
     for rollout_id in anew:
         item = store.get(rollout_id)
         assert (item.state, item.attempt, item.moved) == (State.QUEUED, 1, 0)
@@ -443,3 +448,17 @@ def test_what_a_handler_survives_is_checked_and_told(settings):
     with pytest.raises(HandlerError, match="survives is 'everything'"):
         Registry(settings).add(Wrong)
     assert (Plain().info().survives, Nothing().info().survives) == ("files", "nothing")
+
+
+@pytest.mark.parametrize(
+    ("script", "check", "of_step", "needed"),
+    [(False, None, None, False), (True, None, None, True), (False, 1, None, True), (False, None, 1, True)],
+)
+def test_a_task_whose_sandbox_serves_something_needs_its_processes(tmp_path, script, check, of_step, needed):
+    if script:
+        (tmp_path / "setup.sh").touch()
+    plain = SimpleNamespace(workdir=None, healthcheck=None)
+    config = SimpleNamespace(environment=SimpleNamespace(healthcheck=check))
+    steps = [plain, SimpleNamespace(workdir=tmp_path, healthcheck=of_step)]
+    directory = SimpleNamespace(steps=steps, config=config)
+    assert starts_processes(SimpleNamespace(directory=directory)) is needed

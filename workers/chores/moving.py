@@ -26,6 +26,8 @@ PACKING_S = 900.0
 """A younger one may be in the making."""
 LOOKS = 3
 """For so many in a row a node is short of disk before a rollout leaves it for that."""
+MOST_STAY = 1000
+"""Ids that are kept of those that could not leave."""
 LEAVES_S = 120.0
 """For it to come to its next turn; then another one may."""
 ANSWER_S = 900.0
@@ -70,6 +72,8 @@ class Relief(Chore):
         super().__init__(services)
         self._floors = Floors(services.settings.node_min_free_disk_mb, 0)
         self._looks = 0
+        self._stay: set[str] = set()
+        """Ids of those that could not leave."""
 
     @classmethod
     def is_for(cls, services: WorkerServices) -> bool:
@@ -85,7 +89,8 @@ class Relief(Chore):
             box["owner"].rpartition("/")[0]: box.get("on_disk", 0)
             for box in (self._ask(self._services.host.list()) if others else ())
         }
-        may = [held for held in list(self._services.held.values()) if held.moving is not None]
+        here = list(self._services.held.values())
+        may = [held for held in here if held.moving is not None and held.rollout_id not in self._stay]
         largest = max(may, key=lambda held: sizes.get(held.rollout_id, 0), default=None)
         if others and largest is not None:
             self._looks = 0
@@ -107,6 +112,7 @@ class Relief(Chore):
         node, dispatcher = services.settings.node, services.dispatcher
         mover = Mover(services.redis, services.settings, node, dispatcher, services.host)
         if held.reason == SHUTDOWN and not self._ask(mover.move_one(held.rollout_id, to)):
+            self._stay = {*list(self._stay)[-MOST_STAY:], held.rollout_id}
             attempt = services.store.get(held.rollout_id).attempt
             dispatcher.send(Stage.RUN, Ref(id=held.rollout_id, attempt=attempt, node=node))
 

@@ -88,6 +88,9 @@ class Context(Asking, Generic[TaskT]):
 class InitContext(Context[TaskT]):
     """What `init` has; artifacts made there are not kept."""
 
+    survives: Literal["files", "nothing"] | None = None
+    """Of this task, where that is not what the handler says; see `AgentHandler.survives`."""
+
 
 @dataclass
 class RunContext(Context[TaskT]):

@@ -11,9 +11,10 @@ end
 function operations.waiting(ask)
   local found = {}
   for _, its in ipairs(waiting_for({ask.node})) do
-    local r = read(its.id, 'sandbox', 'handler', 'ms_run')
+    local r = read(its.id, 'sandbox', 'handler', 'survives', 'ms_run')
     found[#found + 1] = {rollout_id = r.id, attempt = tonumber(r.attempt), fence = tonumber(r.fence),
       stage = awaited(r), begun = r.state ~= 'ready', sandbox = r.sandbox or '', handler = r.handler,
+      survives = r.survives or '',
       run_ms = tonumber(r.ms_run or '0'),
       driven = r.state == 'running' and redis.call('EXISTS', KEY.capture(r.id, r.attempt)) == 1}
   end

@@ -29,10 +29,16 @@ class Waiting:
     sandbox: str
     """As the record has it (JSON); empty where it has none."""
     handler: str
+    survives: str
+    """What INIT said of this task: `files`, `nothing`, or nothing else than its handler."""
     run_ms: int
     """Milliseconds that RUN has been at work on it."""
     driven: bool
     """Whether a program in its sandbox drives it."""
+
+    def files_suffice(self, by_handler: dict[str, str]) -> bool:
+        """Whether its sandbox's files are enough to go on with; see `AgentHandler.survives`."""
+        return not self.driven and (self.survives or by_handler.get(self.handler)) == "files"
 
     @property
     def file_name(self) -> str:

@@ -16,7 +16,7 @@ from workers.handlers.harbor import mcp, solution, steps, verifier
 from workers.handlers.harbor.artifacts import keep_artifacts
 from workers.handlers.harbor.network import ALLOWLIST, NO_NETWORK, VARIABLES, check, way_out
 from workers.handlers.harbor.opening import opening
-from workers.handlers.harbor.ready import begin, lay_out
+from workers.handlers.harbor.ready import begin, lay_out, starts_processes
 from workers.handlers.harbor.task import HarborTask
 from workers.handlers.harbor.trial import Trial, trial_of
 from workers.handlers.oracle import Hidden
@@ -47,6 +47,8 @@ class Harbor(AgentHandler[HarborTask]):
         await verifier.note(box, trial)
         await lay_out(box, trial)
         await begin(box, trial, step)
+        if starts_processes(trial):
+            ctx.survives = "nothing"
 
     async def opening(self, ctx: RunContext[HarborTask]) -> list[Message]:
         trial = await trial_of(ctx)

@@ -50,6 +50,14 @@ async def begin(box: SandboxClient, trial: Trial, step: StepDirectory) -> None:
             await healthy(box, check)
 
 
+def starts_processes(trial: Trial) -> bool:
+    """Whether what `begin` starts may be needed: by a `setup.sh`, or as what a health check asks for."""
+    steps = trial.directory.steps
+    set_up = any(step.workdir is not None and (step.workdir / "setup.sh").is_file() for step in steps)
+    checks = trial.directory.config.environment.healthcheck, *(step.healthcheck for step in steps)
+    return set_up or any(check is not None for check in checks)
+
+
 async def healthy(box: SandboxClient, check: HealthcheckConfig) -> None:
     """Wait until a command says that the sandbox is well, as Docker's HEALTHCHECK counts.
 
