@@ -21,8 +21,10 @@ from workers.errors import InfrastructureError, StageTimeout
 from workers.patience import ask, time_limit
 from workers.stage import Body, StageRun
 
-OF_THE_NODE = (ImageError, NodeShort, RuntimeUnavailable)
-"""What says of a node that it cannot start a sandbox from the files, and nothing of others."""
+OF_THE_NODE = (ImageError, NodeShort, RuntimeUnavailable, SnapshotError)
+"""What says of a node that it cannot start a sandbox from the files, and perhaps nothing of others."""
+MOST_NODES = 3
+"""That try files which cannot be begun with here: it is more likely that they are damaged."""
 MAX_REASON = 500
 
 
@@ -69,8 +71,6 @@ async def _arrive(run: StageRun) -> None:
                 snapshot=str(path),
                 fields={"files": "", "moves": json.dumps(moves)},
             )
-    except SnapshotError as error:
-        raise InfrastructureError(f"the files that left node {left} are of no use: {error}") from error
     finally:
         if run.sandboxes.own is not None:
             # Also where it is interrupted while that is noted: its message comes here again.
@@ -89,12 +89,14 @@ async def _go_on_elsewhere(run: StageRun, error: Exception) -> Finish:
     """Hand the rollout to a node that has not tried, which costs it nothing.
 
     Raises:
-        InfrastructureError: All have tried.
+        InfrastructureError: All have tried, or enough.
     """
     claim, stage = run.claim, run.claim.stage
-    _, untried = await ask(run.services.other_nodes, claim.rollout_id, stage)
-    if not untried:
-        raise InfrastructureError(f"no node can start a sandbox from its files: {error}") from error
+    others, untried = await ask(run.services.other_nodes, claim.rollout_id, stage)
+    tried = 1 + len(others - untried)
+    if not untried or (isinstance(error, SnapshotError) and tried >= MOST_NODES):
+        left = claim.files["node"]
+        raise InfrastructureError(f"the files that left node {left} are of no use: {error}") from error
     run.claim = replace(claim, node=random.choice(sorted(untried)))
     run.log.warning("its files go on to another node", node=run.claim.node, error=str(error))
     fields = {ABSENT + run.services.settings.node: str(error)[:MAX_REASON]}

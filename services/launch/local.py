@@ -467,7 +467,7 @@ class Stack:
         )
 
         try:
-            count = hand_back(Settings.from_env(env), record.node)
+            count = hand_back(Settings.from_env(env), record.node, state_dir=record.sandbox_dir)
         except Exception as error:  # as where Redis was killed: the next `up` does it
             self.say(f"rollouts that wait with a sandbox were not handed back: {error!r:.300}")
             return

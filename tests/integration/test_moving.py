@@ -300,19 +300,32 @@ def test_a_node_that_cannot_start_the_image_hands_it_on_and_that_costs_nothing(s
     other = settings.model_copy(update={"node": A})
     outcome, entered = Arriving(store, other, fails=ImageError("no image")).work()
     assert entered == State.QUEUED and store.get("one").attempt == 2
-    assert "no node can start" in json.loads(outcome.fields["error"])["message"]
+    assert (
+        f"the files that left node {A} are of no use: no image"
+        in json.loads(outcome.fields["error"])["message"]
+    )
 
 
-@pytest.mark.parametrize("fault", [SnapshotError("damaged"), None])
-def test_files_that_are_gone_or_take_too_long_end_the_attempt_and_that_is_told(
-    store, settings, moving, directory, fleet, fault
-):
+def test_damaged_files_are_tried_by_a_few_nodes_and_end_the_attempt(store, settings, moved, fleet):
+    for node in ("c", "d", "e"):
+        fleet.announce(f"run@{node}", ["run"], node, slots=1)
+    for number in range(3):
+        node = settings.model_copy(update={"node": f"n{number}"})
+        fleet.announce(f"run@n{number}", ["run"], node.node, slots=1)
+        outcome, entered = Arriving(store, node, fails=SnapshotError("damaged")).work()
+        assert entered == (State.QUEUED if number == 2 else State.RUNNING)
+    assert store.get("one").attempt == 2
+    error = json.loads(outcome.fields["error"])
+    assert error["blame"] == "infrastructure" and f"left node {A} are of no use: damaged" in error["message"]
+
+
+def test_files_that_take_too_long_end_the_attempt(store, settings, moving, directory, fleet):
     brought(store, "one", "passed on", limits={"init_timeout_s": 0.2})
     leave(store, moving, directory, "one")
-    outcome, entered = Arriving(store, settings, fails=fault, takes_s=0.0 if fault else 5.0).work()
+    outcome, entered = Arriving(store, settings, takes_s=5.0).work()
     assert entered == State.QUEUED and store.get("one").attempt == 2
     error = json.loads(outcome.fields["error"])
-    assert error["blame"] == ("infrastructure" if fault else "timeout") and A in error["message"]
+    assert error["blame"] == "timeout" and A in error["message"]
 
 
 @pytest.mark.parametrize(
