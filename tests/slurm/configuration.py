@@ -94,7 +94,7 @@ def _lines(
         yield f"NodeName={name} NodeAddr={address} Port={next(ports)} CPUs={cpus} RealMemory=16000{gres}"
     cpu_nodes = ",".join(name for name in addresses if name not in gpu_nodes)
     # GraceTime: seconds between the signal of a preemption and the end.
-    yield f"PartitionName=cpu Nodes={cpu_nodes} Default=YES PriorityTier=1 GraceTime=60"
+    yield f"PartitionName=cpu Nodes={cpu_nodes} Default=YES PriorityTier=1 GraceTime=20"
     # A job here takes the place of one in `cpu`, which gets its signal and goes back to the queue.
     yield f"PartitionName=urgent Nodes={cpu_nodes} PriorityTier=10 PreemptMode=OFF"
     if gpu_nodes:
