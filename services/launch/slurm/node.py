@@ -25,6 +25,7 @@ from services.launch.slurm.rundir import DOWN, DRAINING, NO_SANDBOX, Head, RunDi
 from services.launch.supervisor import LOOK_S, Interrupted, Part, ended
 from services.queues import EVAL, INIT, RUN, make_celery, queue_for
 from services.settings import Settings
+from services.state.fleet import FleetStore
 from services.state.redis import connect
 from services.state.rollouts.store import RolloutStore
 
@@ -38,19 +39,20 @@ FAST_S = 20.0
 HURRY_S = 30.0
 """With less until Slurm ends the job, workers get SIGUSR2 before TERM: they give up what they wait for."""
 HURRIED_S = 8.0
-"""For such workers to end, or half of what is left; what they hand over they hand over within three."""
+"""For such workers to hand over what they hold, or half of what is left; it takes them three, as a rule."""
 CLEAR_S = 2.0
 """For the end of the host, when what could leave the node has."""
 MOST_MOVING_S = 60.0
 """For the files of what is left after a drain that somebody asked for."""
 NOTICE = "notice"
-"""A step of the job that does nothing: of a preemption Slurm tells steps at once, but the job itself, with
+"""A step of the job that does nothing: Slurm tells steps of a preemption at once, but the job itself, with
 all that it has started, only when the grace time is over."""
 NOTICE_COMMAND = (
     *("srun", "--quiet", "--overlap", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=0"),
     *("--gres=none", "--cpu-bind=none", f"--job-name={NOTICE}", "sleep", "infinity"),
 )
 NOTICE_ENDS_S = 1.0
+LET_GO_LOOK_S = 0.1
 UNKNOWN_S = 15.0
 """Of a grace time of which Slurm does not say how long it is."""
 MOVE_S = 5.0
@@ -238,16 +240,32 @@ class NodeJob(MemberJob):
             self.ends_at = time.monotonic() + FAST_S
         self.supervisor.stop([NOTICE], NOTICE_ENDS_S)
         if self.supervisor.parts:
-            grace_s = FAST_S
             if self._hurries():
-                self.supervisor.send(signal.SIGUSR2)
-                grace_s = min(HURRIED_S, self._left_s() / 2)
-            elif not self.drained:
+                self._hurry()
+                self._hand_back()
+                self.supervisor.stop_all(CLEAR_S)
+                return
+            if not self.drained:
                 # RUN first: what it finishes meanwhile is scored here.
                 own_grace_s = Settings.from_env(self._env).shutdown_grace_s
                 self.supervisor.stop([f"{RUN} fleet"], own_grace_s + HAND_BACK_S)
-            self.supervisor.stop_all(grace_s)
+            self.supervisor.stop_all(FAST_S)
             self._hand_back()
+
+    def _hurry(self) -> None:
+        """Have the workers hand over what they hold; nobody waits for their ends, which take seconds more."""
+        until = time.monotonic() + min(HURRIED_S, self._left_s() / 2)
+        self.supervisor.send(signal.SIGUSR2)
+        for name in self.supervisor.parts:
+            self.supervisor.dismiss(name)
+        settings = self._settings()
+        with suppress(redis.RedisError, OSError), connect(settings.redis_url, max_connections=2) as client:
+            fleet = FleetStore(client)
+            while time.monotonic() < until and any(map(self.supervisor.lives, self.supervisor.parts)):
+                if not any(worker.node == self.place.name for worker in fleet.workers()):
+                    break
+                time.sleep(LET_GO_LOOK_S)
+        log.info("what waits here is to leave", left_s=round(self._left_s(), 1))
 
     def _left_s(self) -> float:
         """Seconds for what is left here to leave."""
