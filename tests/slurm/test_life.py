@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -37,6 +38,7 @@ def run_dir(tmp_path, scratch, monkeypatch):
     before = {number: signal.getsignal(number) for number in SIGNALS}
     run = RunDir(tmp_path / "run")
     run.make()
+    run.commands = commands
     run.requeued = lambda: [said for said in commands.called("scontrol") if "show" not in said]
     yield run
     for number, handler in before.items():
@@ -248,6 +250,46 @@ def test_workers_of_a_node_start_anew_when_the_head_s_capture_has_moved(run_dir,
         assert after.env["ROLLOUT_REDIS_URL"] == before.env["ROLLOUT_REDIS_URL"]
     finally:
         job.supervisor.stop_all(5.0)
+
+
+@pytest.mark.parametrize(
+    ("status", "preempted", "within"),
+    [(143, True, (10, 18.1)), (143, False, (10, 18.1)), (1, True, (10, 18.1)), (143, None, (5, 13.1))],
+    ids=["preempted", "cancelled", "no step can run", "Slurm does not say"],
+)
+def test_a_node_that_is_preempted_has_its_rollouts_leave_within_the_grace_and_waits_for_slurm(
+    run_dir, tmp_path, monkeypatch, status, preempted, within
+):
+    """Slurm's side is played: the step ends with `status`, and of the job this is said."""
+    monkeypatch.setattr(node, "ping", lambda url: None)
+    monkeypatch.setattr(parts, "fleet", lambda stage, slots, name: Part(f"{stage} fleet", ["sleep", "900"]))
+    moved: list[float] = []
+    monkeypatch.setattr(node, "hand_back", lambda *_, within_s, state_dir: moved.append(within_s) or 3)
+    now, go = int(time.time()), tmp_path / "go"
+    run_dir.commands.write("srun", f"while [ ! -e {go} ]; do sleep 0.02; done; exit {status}")
+    said = f"StartTime={now - 60} EndTime={now + 20} PreemptTime={now if preempted else 'None'}"
+    run_dir.commands.write("scontrol", f"echo {'' if preempted is None else said}")
+    run_dir.redis.mkdir()
+    run_dir.write_head(Head("1", "n9", "127.0.0.1", UP, "http://127.0.0.1:9", "", 1))
+    job = NodeJob(run_dir, Place("n1", "7"), ["run"])
+    hears = status == 143 and preempted is not False
+
+    def play():
+        wait_until(lambda: "notice" in job.supervisor.parts, BUSY_S, "the step")
+        go.touch()
+        wait_until(lambda: "notice" not in job.supervisor.parts, BUSY_S, "its end to be noticed")
+        if hears:
+            wait_until(lambda: run_dir.members() == [], BUSY_S, "the node's end")
+        time.sleep(0.2)
+        assert bool(moved) == hears and job.preempted == hears
+        send(signal.SIGTERM)
+
+    with ThreadPoolExecutor(1) as pool:
+        slurm = pool.submit(play)
+        assert job.run() == 0
+        slurm.result()
+    assert run_dir.requeued() == [] and len(moved) == 1
+    assert within[0] < moved[0] < within[1], moved
 
 
 def test_a_job_that_has_ended_says_nothing_of_itself_any_more(run_dir):
