@@ -18,7 +18,15 @@ from tokenizers import Tokenizer
 from rollout.trajectory import Message, Trajectory
 from tests.helpers.chaos_handlers import Gated
 from tests.helpers.llm_servers import DEMO_MODEL
-from workers.agent.tools import ExecuteBash, ExecuteIPythonCell, Finish
+from workers.agent.tools import (
+    Arguments,
+    ExecuteBash,
+    ExecuteIPythonCell,
+    Finish,
+    Observation,
+    Tool,
+    ToolContext,
+)
 from workers.handlers.base import EVERY_STAGE, AgentHandler, EvalContext, InitContext, Reward
 
 _ASKED = re.compile(r"(\d+) lines, pause ([\d.]+)( at a workbench)?")
@@ -30,6 +38,10 @@ class DiaryTask(BaseModel):
     lines: int = 10
     pause_s: float = 0.0
     """What each tool call takes."""
+
+
+class LineArgs(Arguments):
+    command: str = ""
 
 
 class Diary(AgentHandler[DiaryTask]):
@@ -76,6 +88,28 @@ class Workbench(Diary):
         return await super().evaluate(ctx)
 
 
+class Written(Tool):
+    """Says that a line was written."""
+
+    name = "execute_bash"
+    description = "Write."
+    Args = LineArgs
+
+    async def call(self, args: LineArgs, ctx: ToolContext) -> Observation:
+        return Observation(f"wrote {secrets.randbelow(1000)}")
+
+
+class SpokenDiary(Diary):
+    """Has no sandbox: its lines are what was said."""
+
+    name = "spoken_diary"
+    tools = (Written(), Finish())
+    uses_sandbox = False
+
+    async def evaluate(self, ctx: EvalContext[DiaryTask]) -> Reward:
+        return Reward(float(len(words(ctx.trajectory)) == ctx.task.lines))
+
+
 class GatedTask(DiaryTask):
     gates: str = ""
     """As `chaos_handlers.GatedTask` has it."""
@@ -104,7 +138,7 @@ class OnceDiary(GatedDiary):
     repeatable = ()
 
 
-all_handlers = [Diary, Workbench, GatedDiary, OnceDiary]
+all_handlers = [Diary, SpokenDiary, Workbench, GatedDiary, OnceDiary]
 
 
 def words(trajectory: Trajectory) -> list[str]:

@@ -135,11 +135,11 @@ def _check_fork(trial: Trial) -> None:
     step, environment = trial.directory.steps[0], trial.directory.config.environment
     if len(trial.directory.steps) > 1:
         raise TaskError(
-            "a task with [[steps]] cannot be forked: what was verified of one is of another sandbox"
+            "a task with [[steps]] cannot be forked: what was verified is of another sandbox"
         )
     if environment.healthcheck or step.healthcheck:
         raise TaskError(
-            "a task with a healthcheck cannot be forked: its services do not run in the new sandbox"
+            "a task with a healthcheck cannot be forked: its services are not files"
         )
     mode, hosts = trial.network(step.agent)
     if mode not in (None, NO_NETWORK) and not check(mode, hosts):
