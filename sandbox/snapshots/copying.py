@@ -59,7 +59,7 @@ async def pack(runtime: Runtime, launch: Launch, manifest: bytes, target: io.Fil
     target.write(head.tobuf(tarfile.PAX_FORMAT) + manifest + bytes(-len(manifest) % tarfile.BLOCKSIZE))
     parts = parts_of(launch)
     upper = ["-C", "overlay", UPPER] if UPPER in parts else []
-    command = [*_TAR, "--sparse", "-cf", "-", *(part for part in parts if part != UPPER), *upper]
+    command = [*_TAR, "--sparse", "-b", "512", "-cf", "-", *(part for part in parts if part != UPPER), *upper]
     await _run(runtime, command, cwd=launch.scratch, stdout=target.fileno())
 
 

@@ -98,6 +98,10 @@ KEYS = {
         "eval_overhead_s",
         "patch_20k_files_s",
     },
+    "fork": {
+        *("fork_ratio_to_start", "snapshot_ratio_to_tar", "move_ratio_to_tar", "tree_tokens_ratio"),
+        *("fork_p50_ms", "cold_p50_ms", "snapshot_p50_ms", "move_p50_ms", "still_ms"),
+    },
     "harbor": {"overhead_s", "build_cached_ms", "build_first_s", "check_tasks_per_min"},
     "transfer": {
         "mb_per_s",
