@@ -28,7 +28,8 @@ class SnapshotRequests:
             ends: It is not to go on: once that has worked its processes stay stopped.
 
         Raises:
-            SnapshotError: It cannot be; the sandbox goes on as if nothing had been.
+            SnapshotError: It cannot be. Then, and whatever else is raised, the sandbox goes on as if nothing
+                had been.
         """
         how = {"name": name, "owner": owner, "wait_s": wait_s, "ends": ends}
         request = {"op": "snapshot", "id": sandbox_id, **how}

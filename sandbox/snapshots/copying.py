@@ -31,6 +31,7 @@ OF_RUNTIME = ".singularity.d"
 MANIFEST = "manifest.json"
 MOST_MANIFEST_BYTES = 256 << 20
 WORDS_BYTES = 2000
+COPY_S, KILL_S = 600.0, 5.0
 FICLONE = 0x40049409
 """`linux/fs.h`."""
 
@@ -166,13 +167,19 @@ async def _run(runtime: Runtime, command: list[str], cwd: Path, **streams: int) 
     try:
         assert process.stderr is not None
         words = b""
-        while said := await process.stderr.read(1 << 16):  # perhaps a complaint for each of a million files
-            words = (words + said)[:WORDS_BYTES]
-        code = await process.wait()
-    except BaseException:
+        async with asyncio.timeout(COPY_S):
+            while said := await process.stderr.read(
+                1 << 16
+            ):  # perhaps a complaint for each of a million files
+                words = (words + said)[:WORDS_BYTES]
+            code = await process.wait()
+    except BaseException as error:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        await process.wait()
+        with contextlib.suppress(TimeoutError):  # it may hang in a file system
+            await asyncio.wait_for(process.wait(), KILL_S)
+        if isinstance(error, TimeoutError):
+            raise SnapshotError(f"{command[0]} was not through after {COPY_S:g} s") from error
         raise
     if code != 0:
         text = words.decode(errors="replace").strip()

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from sandbox import connection, paths
 from sandbox.config import HostConfig
-from sandbox.errors import SandboxError, SandboxGone, SandboxRequestError, SnapshotError
+from sandbox.errors import NodeShort, SandboxError, SandboxGone, SandboxRequestError, SnapshotError
 from sandbox.layer import Layer
-from sandbox.room import DISK, free_disk, shortages
+from sandbox.room import DISK, DISK_FLOOR, free_disk, shortages
 from sandbox.snapshots import copying
 from sandbox.snapshots.manifest import MIB, Manifest, describe, image_of, read, write
 from sandbox.snapshots.still import Still
@@ -126,7 +126,8 @@ class Snapshots:
 
     async def _keep(self, container: Container, manifest: Manifest, still: Still) -> str:
         self._store.make_room(manifest.name, manifest.bytes)
-        self._check_disk(manifest.bytes)
+        if short := self._too_little_disk(manifest.bytes):
+            raise SnapshotError(short)
         place = self._store.begin(container.runtime.run_as)
         try:
             if manifest.files > MANY and manifest.bytes < manifest.files * SMALL_BYTES:
@@ -160,10 +161,10 @@ class Snapshots:
             raise
         return "packed"
 
-    def _check_disk(self, size: int) -> None:
-        left = (free_disk(self._state) - size) // MIB
-        if left < self._floors.disk_mb:
-            raise SnapshotError(f"{left} MiB of disk would be left, fewer than {self._floors.disk_mb}")
+    def _too_little_disk(self, size: int) -> str:
+        """Why so much more cannot be written on the node, or nothing."""
+        left, floor = (free_disk(self._state) - size) // MIB, self._floors.disk_mb
+        return f"{left} MiB of disk would be left, fewer than {DISK_FLOOR}={floor}" if left < floor else ""
 
     # -- begin ----------------------------------------------
 
@@ -199,7 +200,7 @@ class Snapshots:
             yield spec
 
     async def fill(self, container: Container) -> None:
-        """Give one that was not booted the files of its snapshot, if it has one. Raises SnapshotError."""
+        """Give one that was not booted the files of its snapshot, if any. Raises SnapshotError, NodeShort."""
         if not (opened := self._opened.get(id(container.spec))):
             return
         (manifest, files), runtime, launch = opened, container.runtime, container.launch
@@ -208,7 +209,8 @@ class Snapshots:
             raise SnapshotError(
                 f"it was taken on {was}; here are {runtime.name} and {image_of(launch.rootfs)}"
             )
-        self._check_disk(manifest.bytes)
+        if short := self._too_little_disk(manifest.bytes):
+            raise NodeShort(f"no sandbox is begun with a snapshot: {short}")
         if isinstance(files, Path):
             await copying.copy_in(runtime, launch, files, manifest.parts)
         else:
@@ -255,7 +257,9 @@ def _target(name: str) -> Path | None:
     shared, path = paths.snapshot_dir(), Path(name)
     place = path.parent.resolve() / path.name
     if shared is None or not path.is_absolute() or not place.is_relative_to(shared) or place.suffix != PACKED:
-        raise SandboxRequestError(f"snapshot {name!r}: no name, and no path of a {PACKED} below {shared}")
+        raise SandboxRequestError(
+            f"snapshot {name!r}: no name, and no path of a {PACKED} below ROLLOUT_SNAPSHOT_DIR={shared}"
+        )
     return place
 
 

@@ -132,7 +132,8 @@ def shared(monkeypatch) -> Iterator[Path]:
 def test_what_is_kept_is_in_the_next_one_and_both_go_on(host, runtime):
     info = host.start(SandboxSpec(runtime=runtime, owner="me", env={"A": "1"}))
     with SyncSandboxClient(info.socket) as client:
-        client.bash("mkdir d; cd d; export B=2; echo kept > f; (sleep 1000; echo never) & ")
+        client.bash("mkdir -p d/closed; cd d; export B=2; echo kept > f; (sleep 1000; echo never) & ")
+        client.bash("echo closed > closed/c; chmod 0 closed/c closed")
         told = host.snapshot(info.id, "one:1.0", owner="r")
         assert told.name == "one:1.0" and told.way in ("copy", "reflink") and told.files > 10
         assert "Running" in client.bash("echo later > f; jobs").output
@@ -140,7 +141,11 @@ def test_what_is_kept_is_in_the_next_one_and_both_go_on(host, runtime):
     assert again.owner == "you" and again.runtime == info.runtime and again.limits == info.limits
     with SyncSandboxClient(again.socket) as client:
         assert client.bash("cat f; echo $A $B; basename $PWD").output == "kept\n1 2\nd\n"
-        client.bash("echo mine > f")
+        opened = client.bash(
+            "echo mine >f; stat -c %a closed; chmod 700 closed; stat -c %a closed/c; chmod 600 closed/c"
+        )
+        assert opened.output == "0\n0\n"
+        assert client.bash("cat closed/c").output == "closed\n"
     third = host.start(SandboxSpec(snapshot="one:1.0"))
     with SyncSandboxClient(third.socket) as client, SyncSandboxClient(info.socket) as first:
         assert (client.bash("cat f").output, first.bash("cat f").output) == ("kept\n", "later\n")
