@@ -4,7 +4,7 @@ fork       from the request to the output of the first command, of a sandbox tha
            one with 10 MiB changed: 64 files of 32 KiB, 8 of 1 MiB; half of each beside the image's files
 fork_many  the same with 1,280 files of 8 KiB
 cold       the same without a snapshot, of the same image; the host keeps none ready
-snapshot   of a sandbox with 100 MiB changed: 2,560 files of 8 KiB in 128 directories, 5 of 16 MiB; from the
+snapshot   of a sandbox with 100 MiB changed: 1,280 files of 16 KiB in 128 directories, 5 of 16 MiB; from the
            request to the answer: asking the server, standing still, copying
 tar        `tar --sparse -cf` of the same directories into a file on the same disk
 tar_b512   the same in blocks of 256 KiB
@@ -47,7 +47,7 @@ SPEC = SandboxSpec(runtime="apptainer")
 KIB, MIB = 1 << 10, 1 << 20
 FILES_A_DIRECTORY = 20
 TEN, TEN_MANY = (64, 32 * KIB, 8, MIB), (1280, 8 * KIB, 0, 0)
-HUNDRED = (2560, 8 * KIB, 5, 16 * MIB)
+HUNDRED = (1280, 16 * KIB, 5, 16 * MIB)
 """How many small files, of how many bytes; how many big ones, of how many."""
 CHANGE = f"""
 import os, sys

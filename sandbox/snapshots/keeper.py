@@ -37,8 +37,10 @@ log = logging.getLogger(__name__)
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
 PACKED = ".tar"
 PACKED_FILES = FILES + PACKED
-MANY, SMALL_BYTES = 2000, 64 << 10
-"""More files than that, and smaller, are packed in the node's store, too: to make one takes long."""
+MANY, SMALL_BYTES = 200, MIB
+"""More files than that, and smaller, are packed in the node's store, too, if blocks are not shared: to make
+one takes about as long as to copy a MiB.
+"""
 ASK_S = 60.0
 """For the server inside to answer, besides what it was told to wait."""
 TIDY_S = 10.0
@@ -130,13 +132,12 @@ class Snapshots:
             raise SnapshotError(short)
         place = self._store.begin(container.runtime.run_as)
         try:
-            if manifest.files > MANY and manifest.bytes < manifest.files * SMALL_BYTES:
+            way = "reflink" if copying.shares_blocks(self._store.place) else "copy"
+            if way == "copy" and manifest.files > MANY and manifest.bytes < manifest.files * SMALL_BYTES:
                 with io.FileIO(place / PACKED_FILES, "x") as file:
                     await copying.pack(container.runtime, container.launch, b"{}", file)
-                way = "packed"
             else:
                 await copying.copy_out(container.runtime, container.launch, place / FILES)
-                way = "reflink" if copying.shares_blocks(place) else "copy"
             await connection.in_thread(still.check)
             self._store.finish(place, manifest)
         except BaseException:
