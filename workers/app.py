@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import signal
 import threading
-from functools import partial
 from typing import Any
 
 import redis
@@ -55,13 +53,13 @@ def init_task(self: Task) -> Ref:
 @app.task(name=TASK_RUN, bind=True)
 def run_task(self: Task, ref: Ref) -> Ref:
     """RUN of one rollout."""
-    return run_stage(self, Stage.RUN, partial(carried, run_turns), ref)
+    return run_stage(self, Stage.RUN, carried(run_turns), ref)
 
 
 @app.task(name=TASK_EVALUATE, bind=True)
 def evaluate_task(self: Task, ref: Ref) -> Ref:
     """EVAL of one rollout."""
-    return run_stage(self, Stage.EVAL, partial(carried, evaluate), ref)
+    return run_stage(self, Stage.EVAL, carried(evaluate), ref)
 
 
 @app.task(name=TASK_CLEANUP)
@@ -118,7 +116,6 @@ def _start(sender: Any, **_: Any) -> None:
     try:
         worker = process.start(app, settings(), sender.hostname, stages, sender.pool.num_processes)
         worker.consumer = sender
-        signal.signal(signal.SIGUSR2, lambda *_: setattr(worker, "grace_s", min(worker.grace_s, HURRY_S)))
         # What is there now stays to the end: neither full collections nor the end need look at it.
         gc.collect()
         gc.freeze()
@@ -161,8 +158,6 @@ def set_slots(state: Any, slots: int | None = None, **_: Any) -> dict[str, str]:
     return {"ok": f"{slots} slots (of {most}), {before} before"}
 
 
-HURRY_S = 2.0
-"""For rollouts once a worker stops that got SIGUSR2: its node is about to be taken away."""
 _stopper: threading.Thread | None = None
 LEAVE_S = 5.0
 """How long a stopping worker has to take itself off the list of live ones; else it counts for seconds."""

@@ -19,13 +19,12 @@ from services.state.rollouts.store import ABSENT, Claim, Finish
 from services.state.turns.entries import Sampled, decode
 from workers.errors import InfrastructureError, StageTimeout
 from workers.patience import ask, time_limit
-from workers.stage import Body, StageRun
+from workers.stage import MAX_REASON, PASSED_ON, Body, StageRun
 
 OF_THE_NODE = (ImageError, NodeShort, RuntimeUnavailable, SnapshotError)
 """What says of a node that it cannot start a sandbox from the files, and perhaps nothing of others."""
 MOST_NODES = 3
 """That try files which cannot be begun with here: it is more likely that they are damaged."""
-MAX_REASON = 500
 
 
 @dataclass
@@ -34,25 +33,29 @@ class _Holder:
     sandbox: SandboxClient | None = None
 
 
-async def carried(body: Body, run: StageRun) -> Finish:
-    """A stage's own work, behind the arrival of files that it begins with; the trajectory tells of moves.
+def carried(body: Body) -> Body:
+    """A stage's own work, behind the arrival of files that it begins with; the trajectory tells of moves."""
 
-    Raises:
-        InfrastructureError: The files are gone or damaged, or no node can start a sandbox from them.
-        StageTimeout: `Limits.init_timeout_s` passed before they had arrived.
-        Exception: As the body has it.
-    """
-    if run.claim.files:
-        try:
-            await _arrive(run)
-        except OF_THE_NODE as error:
-            return await _go_on_elsewhere(run, error)
-    if run.can_pass_on and run.has_sandbox and run.claim.request.agent is None:
-        run.held.moving = False if run.handler.survives == "files" else None
-    outcome = await body(run)
-    if run.claim.moves:
-        _tell(run.claim, outcome)
-    return outcome
+    async def carry(run: StageRun) -> Finish:
+        """
+        Raises:
+            InfrastructureError: The files are gone or damaged, or no node can start a sandbox from them.
+            StageTimeout: `Limits.init_timeout_s` passed before they had arrived.
+            Exception: As the body has it.
+        """
+        if run.claim.files:
+            try:
+                await _arrive(run)
+            except OF_THE_NODE as error:
+                return await _go_on_elsewhere(run, error)
+        if run.can_pass_on and run.has_sandbox and run.claim.request.agent is None:
+            run.held.moving = False if run.handler.survives == "files" else None
+        outcome = await body(run)
+        if run.claim.moves:
+            _tell(run.claim, outcome)
+        return outcome
+
+    return carry
 
 
 async def _arrive(run: StageRun) -> None:
@@ -100,7 +103,7 @@ async def _go_on_elsewhere(run: StageRun, error: Exception) -> Finish:
     run.claim = replace(claim, node=random.choice(sorted(untried)))
     run.log.warning("its files go on to another node", node=run.claim.node, error=str(error))
     fields = {ABSENT + run.services.settings.node: str(error)[:MAX_REASON]}
-    return Finish("passed on" if stage is Stage.RUN else "handback", fields)
+    return Finish(PASSED_ON if stage is Stage.RUN else "handback", fields)
 
 
 def _moved(claim: Claim, node: str) -> str:

@@ -9,7 +9,6 @@ import asyncio
 import json
 import os
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -248,7 +247,7 @@ class Arriving:
         """The outcome, where it is interrupted after so long; and the state that it enters."""
 
         async def go():
-            self.run.held.task = asyncio.ensure_future(work(self.run, partial(carried, self.body)))
+            self.run.held.task = asyncio.ensure_future(work(self.run, carried(self.body)))
             if reason:
                 await asyncio.sleep(after_s)
                 self.run.held.interrupt(reason)

@@ -41,7 +41,7 @@ class Run:
 
     def __init__(self, loop, reason=None):
         self.held = Held("r", Stage.RUN, reason=reason)
-        self.claim = SimpleNamespace(deadline_in_s=60.0, stage=Stage.RUN, files=None, moves=())
+        self.claim = SimpleNamespace(deadline_in_s=60.0, stage=Stage.RUN)
         self.finished: list[Finish] = []
         self.released = 0
         self.while_cleaning = lambda: None
