@@ -20,8 +20,7 @@ from tests.slurm.service import SlurmService, places
 
 ROLLOUTS = SLURM("rollouts while nodes are preempted", short=24, long=200)
 NODES = SLURM("nodes", short=2, long=4)
-TAKEN = SLURM("nodes that are preempted at once", short=1, long=2)
-PREEMPTIONS = SLURM("times that this happens", short=1, long=4)
+PREEMPTIONS = SLURM("nodes that are preempted, one after the other", short=1, long=5)
 STEPS = SLURM("turns with a tool", short=5, long=14)
 PAUSE_S = SLURM("seconds of each", short=1.0, long=4.0)
 CROWD = SLURM("small files of every eighth", short=2000, long=20_000)
@@ -100,47 +99,42 @@ def began_anew(rollout):
     return State.INITIALIZING in states[states.index(State.READY) :] if State.READY in states else False
 
 
-def take_away(service, cluster, nodes, members):
-    """Preempt nodes whose rollouts are at their turns; their members are gone without having lost any."""
-    names = [members[node] for node in nodes]
-
-    def all_at_work():
-        return all(at_work(service, name) >= ENOUGH for name in names)
-
-    def ended():
-        return not {member.name for member in RunDir(service.run_dir).members()} & {*names}
-
-    cluster.wait(all_at_work, f"{names} are at work", 4 * PATIENCE_S)
+def take_away(service, cluster, node, member):
+    """Preempt a node whose rollouts are at their turns; the job that wants it. Its member ends in time."""
+    cluster.wait(lambda: at_work(service, member) >= ENOUGH, f"{member} is at work", 4 * PATIENCE_S)
     time.sleep(PAUSE_S)
     begun = time.monotonic()
-    jobs = [preempt(cluster, node) for node in nodes]
-    cluster.wait(ended, f"{names} end")
-    print(f"{names} had ended {time.monotonic() - begun:.1f} s after", flush=True)
-    for node in nodes:
-        assert of_sandboxes(cluster, node) == []
-    return jobs
+    job = preempt(cluster, node)
+
+    def ended():
+        return member not in {other.name for other in RunDir(service.run_dir).members()}
+
+    cluster.wait(ended, f"{member} ends")
+    print(f"{member} had ended {time.monotonic() - begun:.1f} s after its preemption", flush=True)
+    assert of_sandboxes(cluster, node) == []
+    return job
 
 
-def come_back(service, cluster, jobs):
-    """The nodes are free again, and do what they did before."""
-    cluster.wait(lambda: all(took(cluster, job) for job in jobs), "Slurm takes the nodes")
-    cluster.run("scancel", *jobs)
+def come_back(service, cluster, job):
+    """The node is free again, and its job, which was queued again, does what it did before."""
+    cluster.wait(lambda: took(cluster, job), "Slurm takes the node")
+    cluster.run("scancel", job)
 
     def back():
         cluster.hurry()
         return len(service.members()) == NODES
 
-    cluster.wait(back, "the nodes are back", 3 * PATIENCE_S)
+    cluster.wait(back, "the node is back", 3 * PATIENCE_S)
 
 
 def test_rollouts_of_preempted_nodes_go_on_elsewhere_with_their_files(service, cluster):
     members, ids = service.members(), submit(service, ROLLOUTS)
     order = sorted(members)
     for number in range(PREEMPTIONS):
-        taken = [order[(number * TAKEN + which) % NODES] for which in range(TAKEN)]
-        jobs = take_away(service, cluster, taken, members)
+        taken = order[number % NODES]
+        job = take_away(service, cluster, taken, members[taken])
         if number + 1 < PREEMPTIONS:
-            come_back(service, cluster, jobs)
+            come_back(service, cluster, job)
             assert service.members() == members
     begun = time.monotonic()
     records = service.require_exactly_once(ids)
@@ -150,7 +144,7 @@ def test_rollouts_of_preempted_nodes_go_on_elsewhere_with_their_files(service, c
     assert attempts == {1: ROLLOUTS} and not [item.id for item in records if began_anew(item)]
     assert ROLLOUTS - moves[0] >= ENOUGH
     where = {item.id: places(item, State.RUNNING)[-1] for item in records if item.moved}
-    assert PREEMPTIONS > 1 or not {members[node] for node in taken} & {*where.values()}, where
+    assert PREEMPTIONS > 1 or members[taken] not in where.values(), where
     for node in order:
         cluster.wait(lambda node=node: not of_sandboxes(cluster, node), f"no sandbox is left on {node}")
     assert list(RunDir(service.run_dir).snapshots.iterdir()) == []

@@ -244,6 +244,7 @@ class NodeJob(MemberJob):
                 self._hurry()
                 self._hand_back()
                 self.supervisor.stop_all(CLEAR_S)
+                self._hand_back()  # what INIT still made ready
                 return
             if not self.drained:
                 # RUN first: what it finishes meanwhile is scored here.
@@ -253,7 +254,7 @@ class NodeJob(MemberJob):
             self._hand_back()
 
     def _hurry(self) -> None:
-        """Have the workers hand over what they hold; nobody waits for their ends, which take seconds more."""
+        """Have RUN and EVAL hand over what they hold. INIT may take longer, and so do the ends of all."""
         until = time.monotonic() + min(HURRIED_S, self._left_s() / 2)
         self.supervisor.send(signal.SIGUSR2)
         for name in self.supervisor.parts:
@@ -262,7 +263,8 @@ class NodeJob(MemberJob):
         with suppress(redis.RedisError, OSError), connect(settings.redis_url, max_connections=2) as client:
             fleet = FleetStore(client)
             while time.monotonic() < until and any(map(self.supervisor.lives, self.supervisor.parts)):
-                if not any(worker.node == self.place.name for worker in fleet.workers()):
+                here = (worker for worker in fleet.workers() if worker.node == self.place.name)
+                if not any({RUN, EVAL}.intersection(worker.stages) for worker in here):
                     break
                 time.sleep(LET_GO_LOOK_S)
         log.info("what waits here is to leave", left_s=round(self._left_s(), 1))
