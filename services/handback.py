@@ -27,7 +27,7 @@ from services.version import STAMP
 AT_ONCE = 4
 """Sandboxes whose files are packed at the same time: more of them only share the node's disk."""
 CALL_S = 1.0
-"""For a tool call to end before its sandbox stands still; then it was interrupted."""
+"""For tool calls to end before their sandboxes stand still, all in the same second; else interrupted."""
 
 log = structlog.get_logger("handback")
 
@@ -72,6 +72,7 @@ class Mover:
         self._settings, self._node, self._dispatcher, self._host = settings, node, dispatcher, host
         self._store = MovingStore(client, settings)
         self._fleet = FleetStore(client)
+        self._calls_end_at = 0.0
 
     async def move_all(self, within_s: float) -> int:
         """Move what waits for the node, as far as the time allows; how many.
@@ -88,6 +89,7 @@ class Mover:
             log.warning("nothing leaves the node: its sandbox host does not answer", error=repr(error))
             return 0
         room = asyncio.Semaphore(AT_ONCE)
+        self._calls_end_at = loop.time() + CALL_S
 
         async def move(item: Waiting) -> bool:
             try:
@@ -117,7 +119,8 @@ class Mover:
         bound = log.bind(rollout_id=item.rollout_id, attempt=item.attempt, node=self._node)
         path = Path(self._settings.snapshot_dir).absolute() / item.file_name
         try:
-            info = await self._host.snapshot(_sandbox(item), str(path), wait_s=CALL_S, ends=True)
+            wait_s = max(0.0, self._calls_end_at - asyncio.get_running_loop().time())
+            info = await self._host.snapshot(_sandbox(item), str(path), wait_s=wait_s, ends=True)
         except (SandboxError, OSError) as error:
             await self._stays(item, str(error))
             return False
