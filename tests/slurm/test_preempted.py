@@ -48,6 +48,7 @@ def cluster():
 def service(cluster):
     require_apptainer()
     service = SlurmService(cluster, "preempted")
+    service.env["ROLLOUT_READY_AHEAD"] = "4"
     try:
         slots = ("--slots-run", str(AT_ONCE), "--slots-init", "8")
         service.up(NODES, "--engine-model", str(DEMO_MODEL), *slots, command=ENGINE)
