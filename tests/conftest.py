@@ -185,6 +185,7 @@ SECONDS = {
     "tests/sandbox/test_unprivileged.py": 100,
     "tests/slurm/test_cluster.py": 54,
     "tests/slurm/test_cluster_run.py": 270,
+    "tests/slurm/test_preempted.py": 60,
     "tests/swe/test_datasets.py": 45,
     "tests/swe/test_instances.py": 41,
     "tests/swe/test_patches.py": 60,

@@ -49,7 +49,7 @@ NOTICE = "notice"
 all that it has started, only when the grace time is over."""
 NOTICE_COMMAND = (
     *("srun", "--quiet", "--overlap", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", "--mem=0"),
-    *("--gres=none", "--cpu-bind=none", f"--job-name={NOTICE}", "sleep", "infinity"),
+    *("--gres=none", "--mpi=none", "--cpu-bind=none", f"--job-name={NOTICE}", "sleep", "infinity"),
 )
 NOTICE_ENDS_S = 1.0
 LET_GO_LOOK_S = 0.1
