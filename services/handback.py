@@ -7,7 +7,9 @@ moved begins anew.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import math
 from pathlib import Path
 
 import redis
@@ -72,7 +74,8 @@ class Mover:
         self._settings, self._node, self._dispatcher, self._host = settings, node, dispatcher, host
         self._store = MovingStore(client, settings)
         self._fleet = FleetStore(client)
-        self._calls_end_at = 0.0
+        self._within_s: float | None = None
+        self._ends_at = self._calls_end_at = math.inf
 
     async def move_all(self, within_s: float) -> int:
         """Move what waits for the node, as far as the time allows; how many.
@@ -80,26 +83,24 @@ class Mover:
         Raises:
             redis.RedisError: Redis does not answer.
         """
-        loop = asyncio.get_running_loop()
-        ends_at = loop.time() + within_s
+        now = asyncio.get_running_loop().time()
+        self._within_s, self._ends_at, self._calls_end_at = within_s, now + within_s, now + CALL_S
         try:
-            async with asyncio.timeout_at(ends_at):
+            async with asyncio.timeout_at(self._ends_at):
                 items = await self.movable()
         except (SandboxError, TimeoutError) as error:
             log.warning("nothing leaves the node: its sandbox host does not answer", error=repr(error))
             return 0
         room = asyncio.Semaphore(AT_ONCE)
-        self._calls_end_at = loop.time() + CALL_S
 
         async def move(item: Waiting) -> bool:
-            try:
-                async with asyncio.timeout_at(ends_at), room:
-                    return await self.move(item)
-            except TimeoutError:
-                await self._stays(item, f"that was not done within {within_s:g} s")
-                return False
+            async with room:
+                return await self.move(item)
 
-        return sum(await asyncio.gather(*map(move, items)))
+        moved = await asyncio.gather(*map(move, items))
+        for item in itertools.compress(items, moved):  # now that nobody waits for the node's processors
+            await self._release(item)
+        return sum(moved)
 
     async def movable(self) -> list[Waiting]:
         """What waits for the node and can go on elsewhere with its sandbox's files alone."""
@@ -112,15 +113,22 @@ class Mover:
     async def move_one(self, rollout_id: str, to: str) -> bool:
         """Move this one to a node, if it waits here and can go on there; whether it does."""
         items = [item for item in await self.movable() if item.rollout_id == rollout_id]
-        return bool(items) and await self.move(items[0], to)
+        moved = bool(items) and await self.move(items[0], to)
+        if moved:
+            await self._release(items[0])
+        return moved
 
     async def move(self, item: Waiting, to: str | None = None) -> bool:
         """Pack its files and have it wait for a node, None = any; False: it stays, and why is told."""
         bound = log.bind(rollout_id=item.rollout_id, attempt=item.attempt, node=self._node)
         path = Path(self._settings.snapshot_dir).absolute() / item.file_name
+        wait_s = min(CALL_S, max(0.0, self._calls_end_at - asyncio.get_running_loop().time()))
         try:
-            wait_s = max(0.0, self._calls_end_at - asyncio.get_running_loop().time())
-            info = await self._host.snapshot(_sandbox(item), str(path), wait_s=wait_s, ends=True)
+            async with asyncio.timeout_at(self._ends_at):
+                info = await self._host.snapshot(_sandbox(item), str(path), wait_s=wait_s, ends=True)
+        except TimeoutError:
+            await self._stays(item, f"that was not done within {self._within_s:g} s")
+            return False
         except (SandboxError, OSError) as error:
             await self._stays(item, str(error))
             return False
@@ -131,11 +139,14 @@ class Mover:
         bound.info("its files leave the node", bytes=info.bytes, files=info.files, stood_s=info.seconds)
         ref = Ref(id=item.rollout_id, attempt=item.attempt, node=to, handler=item.handler, stamp=STAMP)
         await asyncio.to_thread(self._dispatcher.send, item.stage, ref)
+        return True
+
+    async def _release(self, item: Waiting) -> None:
         try:
             await self._host.release(_sandbox(item), wait=False)
         except SandboxError as error:
-            bound.warning("sandbox not released; the host's time limit will end it", error=str(error))
-        return True
+            why = "sandbox not released; the host's time limit will end it"
+            log.warning(why, rollout_id=item.rollout_id, error=str(error))
 
     async def _stays(self, item: Waiting, why: str) -> None:
         log.warning("its files cannot leave the node", rollout_id=item.rollout_id, node=self._node, error=why)
