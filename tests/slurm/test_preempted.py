@@ -21,9 +21,9 @@ from tests.slurm.service import SlurmService, places
 ROLLOUTS = SLURM("rollouts while nodes are preempted", short=24, long=200)
 NODES = SLURM("nodes", short=2, long=4)
 PREEMPTIONS = SLURM("nodes that are preempted, one after the other", short=1, long=5)
-STEPS = SLURM("turns with a tool", short=5, long=14)
-PAUSE_S = SLURM("seconds of each", short=1.0, long=4.0)
-CROWD = SLURM("small files of every eighth", short=2000, long=20_000)
+STEPS = SLURM("turns with a tool", short=4, long=10)
+PAUSE_S = SLURM("seconds of each", short=1.0, long=5.0)
+CROWD = SLURM("small files in one sandbox of so many", short=(2000, 8), long=(20_000, 40))
 AT_ONCE = 16
 """Rollouts of a node that are in RUN."""
 ENOUGH = AT_ONCE // 2
@@ -60,8 +60,9 @@ def service(cluster):
 
 def submit(service, count):
     """Travellers, some with a crowd of small files; their ids."""
+    files, of = CROWD
     tasks = [
-        {"seed": seed, "steps": STEPS, "pause_s": PAUSE_S, "crowd": 0 if seed % 8 else CROWD}
+        {"seed": seed, "steps": STEPS, "pause_s": PAUSE_S, "crowd": files if seed % of == 1 else 0}
         for seed in range(1, count + 1)
     ]
     limits = {"max_turns": STEPS + 20, "max_attempts": 5}

@@ -14,7 +14,7 @@ import stat
 import sys
 from pathlib import Path
 
-SPARSE = 8 * 2**20
+SPARSE = 2**20
 PLAIN = {"plain": 0o644, "run": 0o755, "secret": 0o400, "odd \n\udcff'": 0o640}
 """Files and their modes; of one the name is no text."""
 
