@@ -15,6 +15,7 @@ from sandbox.errors import ImageError, SnapshotError
 from services.state.checkpoints import given
 from services.state.rollouts.store import Claim
 from workers.agent.loop import AgentLoop
+from workers.agent.turns import RunDiverged, TurnLog
 from workers.checkpoints import COUNTED
 from workers.errors import InfrastructureError, StageError, StageTimeout, TaskError
 from workers.handlers.base import InitContext
@@ -73,10 +74,17 @@ async def init(run: StageRun, ctx: InitContext[Any]) -> None:
     await ask(run.services.note, claim.rollout_id, claim.fence, {}, text)
 
 
-def place(claim: Claim) -> int | str:
-    """What tells a rollout's seeds from others': its index, of a fork also where it began and its group."""
-    origin = claim.request.origin
-    return f"{claim.index}/{origin.rollout}/{origin.turn}/{claim.group_id}" if origin else claim.index
+def place(claim: Claim, log: TurnLog) -> int | str:
+    """What tells a rollout's seeds from others': its index, of a fork also where it began and its group.
+
+    Raises:
+        RunDiverged: Redis has lost what a fork shares, without which it would begin from nothing.
+    """
+    if (origin := claim.request.origin) is None:
+        return claim.index
+    if log.turns < origin.turn:
+        raise RunDiverged(f"Redis has lost some of the {origin.turn} turns that the fork begins with")
+    return f"{claim.index}/{origin.rollout}/{origin.turn}/{claim.group_id}"
 
 
 def tell_shared(origin: Origin, agent: AgentLoop, reason: FinishReason) -> StageError:

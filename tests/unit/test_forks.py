@@ -21,6 +21,9 @@ from tests.unit.test_turn_log import Kept as Log
 from workers import checkpoints, forks
 from workers.agent.loop import AgentLoop
 from workers.agent.tools import Finish, Observation
+from workers.agent.turns import RunDiverged
+from workers.errors import TaskError
+from workers.handlers.harbor import handler as harbor
 
 BOX = SandboxRecord(id="box", runtime="r", image="i", node="n", isolation_missing=[])
 
@@ -99,7 +102,7 @@ def play(
     tool.log = log
 
     async def playing():
-        agent = AgentLoop(request, forks.place(run.claim), router(answers), (tool, Finish()), False, log)
+        agent = AgentLoop(request, 0, router(answers), (tool, Finish()), False, log)
         agent.around_call = checkpoints.around_calls(run, agent, log)
         await agent.run(ASKED)
         return agent
@@ -183,9 +186,9 @@ def test_who_takes_over_keeps_no_turn_twice_and_a_fork_none_that_it_shares():
 
 
 def test_seeds_of_forks_differ_from_those_of_what_they_left_and_of_each_other():
-    def place(**fields):
-        origin = fields.pop("origin", None)
-        return forks.place(SimpleNamespace(index=0, request=SimpleNamespace(origin=origin), **fields))
+    def place(turns=3, origin=None, **fields):
+        claim = SimpleNamespace(index=0, request=SimpleNamespace(origin=origin), **fields)
+        return forks.place(claim, SimpleNamespace(turns=turns))
 
     first, second = Origin(rollout="r0", turn=2), Origin(rollout="r0", turn=3)
     places = [
@@ -195,6 +198,8 @@ def test_seeds_of_forks_differ_from_those_of_what_they_left_and_of_each_other():
         place(group_id="g", origin=second),
     ]
     assert places[0] == 0 and len(set(places)) == 4
+    with pytest.raises(RunDiverged, match="lost some of the 2 turns"):
+        place(turns=1, group_id="g", origin=first)
 
 
 def sampled(call_id: str, *ids: int, version: str = "v1") -> Segment:
@@ -251,3 +256,27 @@ def test_a_fork_that_samples_nothing_says_why(reason, what):
         "shared_turns": 1,
         "shared_tokens": 1,
     }
+
+
+@pytest.mark.parametrize(
+    ("steps", "healthcheck", "network", "why"),
+    [
+        (1, None, "no-network", None),
+        (2, None, "no-network", "steps"),
+        (1, "curl localhost", "no-network", "healthcheck"),
+        (1, None, "public", "way out"),
+    ],
+)
+def test_of_tasks_with_directories_only_what_is_files_is_forked(
+    monkeypatch, steps, healthcheck, network, why
+):
+    monkeypatch.setattr(harbor, "check", lambda mode, hosts: None)
+    step = SimpleNamespace(healthcheck=None, agent=None)
+    config = SimpleNamespace(environment=SimpleNamespace(healthcheck=healthcheck))
+    directory = SimpleNamespace(steps=[step] * steps, config=config)
+    trial = SimpleNamespace(directory=directory, network=lambda agent: (network, ()))
+    if why is None:
+        harbor._check_fork(trial)
+        return
+    with pytest.raises(TaskError, match=why):
+        harbor._check_fork(trial)
