@@ -193,3 +193,30 @@ def test_a_suite_of_directories_reaches_the_workers_and_its_tests_score_it(servi
     rewards = [(rollout.request.task["name"], rollout.reward) for rollout in ended]
     assert rewards == [*[("acme/right", 1.0)] * 2, *[("acme/wrong", 0.25)] * 2]
     assert not client.put_bundle(next(harbor.tasks(tmp_path)))
+
+
+def test_forks_of_built_in_handlers_are_scored_as_what_they_left(service: Service, tmp_path: Path):
+    """INIT of a fork is not the handler's: what it prepared came with the sandbox."""
+    row, client = swe_toy.instance(), service.stack.client
+    right = "cmp /tests/wanted note && worth=1; echo ${worth:-0} > /logs/verifier/reward.txt\n"
+    words = service.plan("harbor", use("execute_bash", command="echo yes > note"), "Done.")
+    files = {"instruction.md": f"Write yes into note.\n({words})\n", "tests/test.sh": right}
+    make(
+        tmp_path, f'[task]\nname = "acme/t"\n{PLAIN}workdir = "/tmp"\n', **files, **{"tests/wanted": "yes\n"}
+    )
+    cases = [CASES["code is written, tried and judged"], CASES["mathematics in a sandbox"]]
+    cases.append((1.0, "swe", "problem_statement", row, [fix(row), use("finish", message="done")]))
+    requests = [service.request(*case, *actions) for _, *case, actions in cases]
+    requests += harbor.requests(tmp_path, client)
+    asked = [request.model_copy(update={"checkpoints": "every_turn"}) for request in requests]
+    sources = client.run(asked)
+    ids = [client.fork(source.id, 1)[0].id for source in sources]
+    for source, rollout_id in zip(sources, ids, strict=True):
+        item = client.get(rollout_id, wait=60)
+        assert (item.state, item.reward) == (State.COMPLETED, 1.0) == (source.state, source.reward), (
+            item.error
+        )
+        branch = item.trajectory.branch
+        assert (branch.rollout, branch.turn) == (source.id, 1)
+        assert item.trajectory.turns == source.trajectory.turns - 1
+        assert item.trajectory.artifacts.get("patch") == source.trajectory.artifacts.get("patch")
