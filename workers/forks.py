@@ -46,8 +46,9 @@ async def init(run: StageRun, ctx: InitContext[Any]) -> None:
     """
     claim, origin, store = run.claim, run.claim.request.origin, run.services.checkpoints
     name = run.handler.name
-    if Stage.RUN not in run.handler.repeats or getattr(run.handler, "survives", "files") != "files":
-        raise TaskError(f"{name}: its rollouts cannot be forked, for files and turns are not all they need")
+    fits = Stage.RUN in run.handler.repeats and getattr(run.handler, "survives", "files") == "files"
+    if not fits or (store and not await ask(store.files_suffice, origin.rollout)):
+        raise TaskError(f"{name}: it cannot be forked, for files and turns are not all that it needs")
     what = f"turn {origin.turn} of rollout {origin.rollout}"
     kept = store and await ask(store.get, origin.rollout, origin.turn)
     if kept is None:

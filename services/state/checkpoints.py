@@ -55,6 +55,10 @@ class CheckpointStore:
         stored = self._redis.hvals(keys.checkpoints(rollout_id))
         return sorted(map(Kept.model_validate_json, stored), key=lambda kept: kept.turn)
 
+    def files_suffice(self, rollout_id: str) -> bool:
+        """Whether INIT of a rollout has not said that of its task processes count."""
+        return self._redis.hget(keys.record(rollout_id), "survives") != "nothing"
+
     def hold(self, rollout_id: str, attempt: int, until: float) -> bool:
         """Have the checkpoints and the turn log of that attempt live at least until then (s, Redis' clock):
         forks wait. False: one of them is not there any more.

@@ -175,16 +175,19 @@ def test_a_fork_that_cannot_begin_where_it_was_to_fails_and_is_never_scored(serv
         changed = kept.model_copy(update=fields).model_dump_json()
         service.redis.client.hset(keys.checkpoints(source.id), "2", changed)
 
-    def failed(turn: int, what: str) -> Rollout:
+    def failed(turn: int, what: str, blame: Blame = Blame.INFRASTRUCTURE) -> Rollout:
         request = source.request.model_copy(
             update={"id": new_id(), "origin": Origin(rollout=source.id, turn=turn)}
         )
         parts.dispatcher.submit([request])
         item = service.ended(request.id)
         assert (item.state, item.reward, item.drop) == (State.FAILED, None, True)
-        assert (item.error.blame, item.attempt) == (Blame.INFRASTRUCTURE, 1) and what in item.error.message
+        assert (item.error.blame, item.attempt) == (blame, 1) and what in item.error.message
         return item
 
+    service.redis.client.hset(keys.record(source.id), "survives", "nothing")
+    failed(2, "diary: it cannot be forked", Blame.TASK)
+    service.redis.client.hdel(keys.record(source.id), "survives")
     failed(9, "turn 9 of rollout " + source.id + " is not kept")
     put(error="disk full")
     failed(2, "were not kept: disk full")

@@ -132,11 +132,9 @@ def _check_fork(trial: Trial) -> None:
     Raises:
         TaskError: It says what.
     """
-    step, environment = trial.directory.steps[0], trial.directory.config.environment
+    step = trial.directory.steps[0]
     if len(trial.directory.steps) > 1:
         raise TaskError("a task with [[steps]] cannot be forked: what was verified is of another sandbox")
-    if environment.healthcheck or step.healthcheck:
-        raise TaskError("a task with a healthcheck cannot be forked: its services are not files")
     mode, hosts = trial.network(step.agent)
     if mode not in (None, NO_NETWORK) and not check(mode, hosts):
         raise TaskError(f"network_mode {mode!r}: its way out leads nowhere in the sandbox of a fork")
