@@ -27,7 +27,8 @@ class Sample:
     versions: list[str | None]
     """Parallel to `token_ids`: the weights that sampled it."""
     reward: float
-    advantage: float
+    advantage: float | list[float]
+    """Of the rollout; or parallel to `token_ids`, where turns differ."""
 
 
 def scored(group: Group) -> list[Rollout]:
@@ -70,6 +71,12 @@ def samples_of(group: Group, advantages: Callable[[Sequence[float]], list[float]
     return samples
 
 
+def each_token(sample: Sample) -> list[float]:
+    """Its advantage, parallel to its ids."""
+    advantage = sample.advantage
+    return advantage if isinstance(advantage, list) else [advantage] * len(sample.token_ids)
+
+
 @dataclass
 class Rows:
     """Samples side by side, padded on the right: attention is causal, so padding changes nothing before it.
@@ -99,12 +106,12 @@ def collate(samples: Sequence[Sample], version: str, device: torch.device | str 
 
     longest = max(len(sample.token_ids) for sample in samples)
     mask = padded("mask", 0, lambda sample: sample.sampled)[:, 1:].bool()
-    advantage = torch.tensor([sample.advantage for sample in samples], device=device)
+    advantages = padded("advantages", 0.0, each_token)[:, 1:]
     return Rows(
         ids=padded("ids", 0, lambda sample: sample.token_ids),
         mask=mask,
         behaviour=padded("behaviour", 0.0, lambda sample: sample.logprobs)[:, 1:],
-        advantages=torch.where(mask, advantage[:, None], 0.0),
+        advantages=torch.where(mask, advantages, 0.0),
         current=padded("current", 0, lambda s: (v == version for v in s.versions))[:, 1:].bool() & mask,
         rewards=torch.tensor([sample.reward for sample in samples], device=device),
     )

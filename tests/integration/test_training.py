@@ -26,7 +26,7 @@ from tests.helpers.rollouts import ended
 from tests.helpers.sandboxes import leftovers, stop_host
 from tests.helpers.stack import CHECKPOINT, ROOT, Stack, free_port, wait_until
 
-conversation = Lazy("examples.demo_model.conversation")
+conversation, tree = Lazy("examples.demo_model.conversation"), Lazy("examples.tree")
 STEPS = TRAINING("steps with kills between", short=8, long=40)
 KILLED_AFTER = TRAINING("checkpoints before a kill", short=3, long=7)
 GROUPS, N = 2, 2
@@ -52,7 +52,7 @@ def stack(tmp_path_factory):
         embedded_server() as server,
     ):
         port = free_port()
-        env = {"ROLLOUT_HANDLERS": "workers.handlers.calculator:Calculator"}
+        env = {"ROLLOUT_HANDLERS": f"workers.handlers.calculator:Calculator,{tree.HANDLER}"}
         env["ROLLOUT_CAPTURE_URL"] = f"http://127.0.0.1:{port}"
         try:
             with Stack(tmp_path_factory.mktemp("stack"), Path(sandbox_dir), env) as stack:
@@ -155,6 +155,33 @@ def test_the_other_algorithms_go_through_steps_and_move_the_weights(stack, tmp_p
     else:
         assert {len(row["groups"]["kept"]) for row in rows} == {4}
         assert trainer.actor.load_state(tmp_path / algorithm / "checkpoints" / "step-000002")["critic"]
+
+
+def test_a_tree_is_learned_from_beside_groups_and_samples_fewer_tokens(stack, tmp_path, capsys):
+    sizes = ["--quizzes", "2", "--n", "4", "--tokens", "1", "--tests", "2", "--shown", "1"]
+    args = tree.parse(["--seeds", "5", "--out", str(tmp_path), *sizes])
+    result = tree.compare(stack.client, args)
+    row, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert last == {"all_right": result} and result["tree"]["seeds"] == [row["tree"]["all_right"]]
+    for arm, shares in (("grpo", False), ("tree", True)):
+        assert row[arm]["steps"] == 1 and (row[arm]["tokens_ratio"] < 1) == shares
+        assert row[arm]["curve"][-1][0] == row[arm]["sampled_tokens"] > 0
+
+    tasks = tree.make_quizzes(2, 3, seed=7)
+    rollouts = tree.grown(stack.client, "tree", tasks, n=4, turns=[1])
+    samples = tree.samples_of(rollouts)
+    assert sum(sum(sample.sampled) for sample in samples) == sum(
+        r.trajectory.sampled_tokens for r in rollouts
+    )
+    roots = {rollout.id: rollout for rollout in rollouts if rollout.request.origin is None}
+    forks = [rollout for rollout in rollouts if rollout.request.origin]
+    assert len(roots) == 4 and forks, "the demo model nearly always says something behind its first call"
+    for fork in forks:
+        branch, source = fork.trajectory.branch, roots[fork.request.origin.rollout]
+        assert (branch.rollout, branch.turn) == (source.id, 1)
+        shared = fork.trajectory.chain.token_ids[: branch.tokens]
+        assert shared == source.trajectory.chain.token_ids[: branch.tokens]
+        assert fork.trajectory.chain.prompt_ids == shared
 
 
 def test_a_program_on_a_vendors_sdk_drives_a_run_with_the_ids_that_its_model_was_taught(stack, tmp_path):

@@ -53,6 +53,15 @@ def test_equal_rewards_teach_nothing(kind, rewards):
     assert losses.group_advantages(rewards, kind) == pytest.approx([0.0] * len(rewards), abs=1e-6)
 
 
+def test_tokens_have_the_advantage_of_their_rollout_or_each_its_own():
+    sampled_of = {"token_ids": [1, 2, 3], "sampled": [False, True, True], "logprobs": [0.0, -1.0, -1.0]}
+    both = [
+        data.Sample(**sampled_of, versions=[None, "v", "v"], reward=1.0, advantage=advantage)
+        for advantage in (0.5, [9.0, 0.25, -0.25])
+    ]
+    assert data.collate(both, "v").advantages.tolist() == [[0.5, 0.5], [0.25, -0.25]]
+
+
 # -- policy loss -----------------------------------------------------------------------------
 
 
