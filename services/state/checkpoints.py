@@ -15,7 +15,7 @@ from services.state.turns.entries import Answered, Sampled, decode, encode
 
 
 class Kept(Checkpoint):
-    """A checkpoint, with what carrying out a fork takes. Of another tenant it is nobody's."""
+    """A checkpoint, with what carrying out a fork takes."""
 
     attempt: int
     """Whose turn log it is."""
