@@ -33,9 +33,8 @@ async def run_turns(run: StageRun) -> Finish:
     handler = run.handler
     router = run.services.router(claim)
     log = run.services.turn_log(claim, run.held)
-    agent = AgentLoop(
-        claim.request, forks.place(claim, log), router, handler.tools, handler.advertise_tools, log
-    )
+    place = forks.place(claim, log)
+    agent = AgentLoop(claim.request, place, router, handler.tools, handler.advertise_tools, log)
     agent.around_call = checkpoints.around_calls(run, agent, log)
     agent.metrics.update(claim.metrics)
     more = {"metrics": agent.metrics, "artifacts": agent.trajectory.artifacts, "agent": agent}
