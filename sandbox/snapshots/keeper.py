@@ -116,17 +116,18 @@ class Snapshots:
             await connection.in_thread(still.stop, ends)
             state |= await connection.exchange(container.address, {"op": "trees"}, ASK_S)
             manifest = await connection.in_thread(describe, container, name, owner, state)
+            text = await connection.in_thread(write, manifest)  # megabytes, where much was done
             if target is None:
-                way = await self._keep(container, manifest, still)
+                way = await self._keep(container, manifest, text, still)
             else:
-                way = await self._pack(container, manifest, target, still)
+                way = await self._pack(container, manifest, text, target, still)
             ended = ends
         finally:
             if not ended:
                 await asyncio.shield(asyncio.to_thread(still.go_on))
         return SnapshotInfo(name, manifest.bytes, manifest.files, way, round(time.monotonic() - began, 3))
 
-    async def _keep(self, container: Container, manifest: Manifest, still: Still) -> str:
+    async def _keep(self, container: Container, manifest: Manifest, text: bytes, still: Still) -> str:
         self._store.make_room(manifest.name, manifest.bytes)
         if short := self._too_little_disk(manifest.bytes):
             raise SnapshotError(short)
@@ -139,13 +140,15 @@ class Snapshots:
             else:
                 await copying.copy_out(container.runtime, container.launch, place / FILES)
             await connection.in_thread(still.check)
-            self._store.finish(place, manifest)
+            self._store.finish(place, manifest, text)
         except BaseException:
             self._remove(place)
             raise
         return way
 
-    async def _pack(self, container: Container, manifest: Manifest, target: Path, still: Still) -> str:
+    async def _pack(
+        self, container: Container, manifest: Manifest, text: bytes, target: Path, still: Still
+    ) -> str:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if free_disk(target.parent) < manifest.bytes:
             raise SnapshotError(f"{manifest.bytes // MIB} MiB have no room at {target.parent}")
@@ -153,7 +156,7 @@ class Snapshots:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             with io.FileIO(os.open(unfinished, flags, 0o600), "w") as file:
-                await copying.pack(container.runtime, container.launch, write(manifest), file)
+                await copying.pack(container.runtime, container.launch, text, file)
                 await connection.in_thread(still.check)
                 await connection.in_thread(os.fsync, file.fileno())
             unfinished.rename(target)
@@ -188,10 +191,10 @@ class Snapshots:
                     files: Path | io.FileIO = place / FILES
                     if (place / PACKED_FILES).exists():
                         files = stack.enter_context(_open_packed(place / PACKED_FILES))
-                    manifest = read(await asyncio.to_thread((place / copying.MANIFEST).read_bytes))
+                    manifest = await asyncio.to_thread(lambda: read((place / copying.MANIFEST).read_bytes()))
                 else:
-                    files = stack.enter_context(_open_packed(target))
-                    manifest = read(await asyncio.to_thread(copying.packed_manifest, files))
+                    files = packed = stack.enter_context(_open_packed(target))
+                    manifest = await asyncio.to_thread(lambda: read(copying.packed_manifest(packed)))
             except OSError as error:
                 raise SnapshotError(f"snapshot {spec.snapshot} cannot be read: {error}") from error
             own = {"owner": spec.owner, "max_lifetime_s": spec.max_lifetime_s, "snapshot": spec.snapshot}

@@ -14,7 +14,7 @@ from pathlib import Path
 from sandbox import paths
 from sandbox.errors import SnapshotError
 from sandbox.snapshots.copying import MANIFEST
-from sandbox.snapshots.manifest import Manifest, read, write
+from sandbox.snapshots.manifest import Manifest, read
 
 log = logging.getLogger(__name__)
 
@@ -71,10 +71,11 @@ class Store:
             place.chmod(0o711)  # for that user's programs, begun from within; the store is closed to them
         return place
 
-    def finish(self, place: Path, manifest: Manifest) -> None:
-        """Have it, under its name, from now on; another of that name is dropped."""
-        (place / MANIFEST).write_bytes(write(manifest))
+    def finish(self, place: Path, manifest: Manifest, text: bytes) -> None:
+        """Have it, under its name, from now on; another of that name is dropped. `text`: the manifest's."""
+        (place / MANIFEST).write_bytes(text)
         self._add(place.rename(self.place / place.name.removeprefix(UNFINISHED)), manifest)
+        self.make_room("", 0)  # others may have been taken at the same time
 
     @contextlib.contextmanager
     def used(self, name: str) -> Iterator[Path]:

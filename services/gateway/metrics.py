@@ -53,6 +53,7 @@ SANDBOX_STATES = ("claimed", "warm", "waiting")
 SANDBOX_EVENTS = (
     *("started", "claimed_warm", "failed"),
     *("expired", "died", "limited", "node", "adopted", "swept"),
+    *("snapshots_taken", "snapshots_failed", "snapshots_begun"),
 )
 TABLE = """
 gauge rollout_rollouts{state} states
