@@ -262,14 +262,12 @@ class Shell:
         """Path of a file for what goes between us and bash."""
         return os.path.join(self._directory, name)
 
-    def where(self):
-        """The directory of bash (bytes), and the process in its foreground; None when that is itself."""
+    def cwd(self):
+        """The directory of bash (bytes), or in which the next one will be."""
         session = self._session
-        if session.ending == "exited":
-            return session.cwd, None
-        session.update_cwd()
-        group = session.foreground()
-        return session.cwd, None if group == session.pid else group
+        if session.ending != "exited":
+            session.update_cwd()
+        return session.cwd
 
     def close(self):
         """End bash; its background jobs are left to the end of the container."""

@@ -20,7 +20,7 @@ from tree import MAX_CHANGED, identity, walk
 
 SETTLE_S = 30.0
 """For what was abandoned: a command, a cell or a program is ended in less."""
-ASIDE_S = 5.0
+ASIDE_S = 15.0  # as long as a loaded node may take to start a bash; one that says nothing by then is ended
 MOST_NAME_BYTES = 8 << 20
 """Of all names in an answer, which comes in one frame."""
 DONE = "__sbx_done"
@@ -55,16 +55,13 @@ class State:
         text = self._shell.aside(SAVE, ASIDE_S)
         whole = isinstance(text, bytes) and text.endswith(DONE.encode())
         notes = self._shell.notes()
-        cwd, foreground = self._shell.where()
-        exports = text.decode("utf-8", "surrogateescape")[: -len(DONE)] if whole else _exports_of(foreground)
-        kernel = self._ipython.pids()
-        known = {self._shell.pid(), *kernel}
+        known = {self._shell.pid(), *self._ipython.pids()}
         others = [pid for pid in proc.descendants(os.getpid()) if pid not in known]
         variables = self._ipython.variables()
         notes["restarted"] = notes["restarted"] or not whole or bool(others)
         return {
-            "cwd": os.fsdecode(cwd),
-            "exports": exports,
+            "cwd": os.fsdecode(self._shell.cwd()),
+            "exports": text.decode("utf-8", "surrogateescape")[: -len(DONE)] if whole else None,
             "jobs": bool(others) or variables["lost"],
             "shell": notes,
             "kernel": variables,
@@ -87,12 +84,8 @@ class State:
             size += len(json.dumps(new)) + len(json.dumps(altered))
             if noted is None or len(new) + len(altered) > MAX_CHANGED or size > MOST_NAME_BYTES:
                 new = altered = None
-            told[path] = {
-                "exclude": sorted(exclude),
-                "directories": directories,
-                "new": new,
-                "altered": altered,
-            }
+            walked = {"exclude": sorted(exclude), "directories": directories}
+            told[path] = dict(walked, new=new, altered=altered)
         return {"trees": told}
 
     def op_restore(self, request, connection):
@@ -120,28 +113,16 @@ class State:
 
     def _restore_shell(self, cwd, exports, notes):
         file = self._shell.private("state")
-        # What was not told is what every new bash has.
-        write_private(file, _declared(self._env.items()) if exports is None else exports)
+        if exports is None:  # what every new bash has
+            pairs = ((name, value) for name, value in self._env.items() if NAME.fullmatch(name))
+            exports = "".join("export %s=%s\n" % (name, quoted(value)) for name, value in pairs)
+        write_private(file, exports)
         names = " ".join(filter(NAME.fullmatch, self._env))
         places = {"cwd": quoted(cwd), "home": quoted(self._shell.home), "names": names, "file": quoted(file)}
         answer = self._shell.aside(RESTORE % places, ASIDE_S)
         notes["restarted"] = notes["restarted"] or answer != DONE.encode()
         self._shell.go_on(notes, None if isinstance(answer, bytes) else os.fsencode(cwd))
         os.unlink(file)
-
-
-def _exports_of(pid):
-    """What a command was given, for its shell cannot be asked; None without one."""
-    try:
-        with open("/proc/%d/environ" % (pid or 0), "rb") as file:
-            pairs = [pair.partition("=")[::2] for pair in os.fsdecode(file.read()).split("\0")]
-    except OSError:
-        return None
-    return _declared(pairs)
-
-
-def _declared(pairs):
-    return "".join("declare -x %s=%s\n" % (n, quoted(value)) for n, value in pairs if NAME.fullmatch(n))
 
 
 def _identities(path, exclude, directories):
