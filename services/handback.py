@@ -125,7 +125,9 @@ class Mover:
         wait_s = min(CALL_S, max(0.0, self._calls_end_at - asyncio.get_running_loop().time()))
         try:
             async with asyncio.timeout_at(self._ends_at):
-                info = await self._host.snapshot(_sandbox(item), str(path), wait_s=wait_s, ends=True)
+                # Where this node goes on, so may its sandbox, should somebody take the rollout meanwhile.
+                ends = to is None
+                info = await self._host.snapshot(_sandbox(item), str(path), wait_s=wait_s, ends=ends)
         except TimeoutError:
             await self._stays(item, f"that was not done within {self._within_s:g} s")
             return False

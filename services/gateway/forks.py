@@ -11,7 +11,6 @@ from services.gateway.context import gateway
 from services.gateway.metrics import FORKS
 from services.gateway.problems import ApiProblem, absent, invalid
 from services.gateway.tasks import check_submission, why_not_forked
-from services.state.checkpoints import Kept
 from services.state.redis import now
 
 RESUMING = ("claude_code", "codex", "gemini_cli", "opencode", "openhands", "pi", "qwen_code")
@@ -62,12 +61,6 @@ def requests_of(
     return requests
 
 
-def checkpoints_of(rollout: Rollout) -> list[Kept]:
-    """Those of its attempt, by turn: what an earlier one did is not what became of it."""
-    kept = gateway().checkpoints.list(rollout.id)
-    return [checkpoint for checkpoint in kept if checkpoint.attempt == rollout.attempt]
-
-
 class _Resolver:
     """Makes requests of the forks of one call."""
 
@@ -75,7 +68,7 @@ class _Resolver:
         self._gate, self._tenant = gateway(), tenant
         ids = {fork.from_.rollout for fork in forks.values()}
         sources = self._gate.rollouts.get_many(ids, trajectory=False, tenant=tenant) if ids else ()
-        self._sources = {source.id: (source, checkpoints_of(source)) for source in sources}
+        self._sources = {source.id: (source, self._gate.checkpoints.list(source.id)) for source in sources}
         self._nodes = self._gate.fleet.nodes() if ids else {}
         self._from = now(self._gate.redis) + wait_s if ids else 0.0
 
