@@ -29,6 +29,7 @@ from tests.helpers.chores import services
 from workers.arrival import carried
 from workers.chores.moving import PACKING_S, Leftovers
 from workers.handlers.base import EVERY_STAGE, AgentHandler, Reward
+from workers.handlers.harbor.network import leads_out
 from workers.handlers.harbor.ready import starts_processes
 from workers.handlers.registry import HandlerError, Registry
 from workers.held import CANCEL, SHUTDOWN, Held
@@ -474,3 +475,15 @@ def test_a_task_whose_sandbox_serves_something_needs_its_processes(tmp_path, scr
     steps = [plain, SimpleNamespace(workdir=tmp_path, healthcheck=of_step)]
     directory = SimpleNamespace(steps=steps, config=config)
     assert starts_processes(SimpleNamespace(directory=directory)) is needed
+
+
+def test_a_task_that_is_led_out_of_its_sandbox_needs_that_one(monkeypatch):
+    monkeypatch.setattr("workers.handlers.harbor.network.settings", lambda: Settings(task_egress=True))
+    assert [leads_out(mode) for mode in (None, "no-network", "allowlist", "public")] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    monkeypatch.setattr("workers.handlers.harbor.network.settings", Settings)
+    assert not leads_out("public"), "it has none here"

@@ -14,7 +14,7 @@ from workers.errors import TaskError
 from workers.handlers.base import EVERY_STAGE, AgentHandler, EvalContext, InitContext, Reward, RunContext
 from workers.handlers.harbor import mcp, solution, steps, verifier
 from workers.handlers.harbor.artifacts import keep_artifacts
-from workers.handlers.harbor.network import ALLOWLIST, NO_NETWORK, VARIABLES, check, way_out
+from workers.handlers.harbor.network import ALLOWLIST, VARIABLES, leads_out, way_out
 from workers.handlers.harbor.opening import opening
 from workers.handlers.harbor.ready import begin, lay_out, starts_processes
 from workers.handlers.harbor.task import HarborTask
@@ -47,7 +47,8 @@ class Harbor(AgentHandler[HarborTask]):
         await verifier.note(box, trial)
         await lay_out(box, trial)
         await begin(box, trial, step)
-        if starts_processes(trial):
+        networks = [trial.network(each.agent) for each in trial.directory.steps]
+        if starts_processes(trial) or any(leads_out(*network) for network in networks):
             ctx.survives = "nothing"
 
     async def opening(self, ctx: RunContext[HarborTask]) -> list[Message]:
@@ -136,7 +137,7 @@ def _check_fork(trial: Trial) -> None:
     if len(trial.directory.steps) > 1:
         raise TaskError("a task with [[steps]] cannot be forked: what was verified is of another sandbox")
     mode, hosts = trial.network(step.agent)
-    if mode not in (None, NO_NETWORK) and not check(mode, hosts):
+    if leads_out(mode, hosts):
         raise TaskError(f"network_mode {mode!r}: its way out leads nowhere in the sandbox of a fork")
 
 
