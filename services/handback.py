@@ -56,7 +56,9 @@ def hand_back(
             mover = Mover(client, settings, node, Dispatcher(app, store), HostClient(state_dir))
             moved = asyncio.run(mover.move_all(within_s)) if settings.snapshot_dir else 0
             anew = sum(item.action == "restart" for item in store.vacate([node], lost=False))
-            FleetStore(client).forget_nodes([node])
+            # What a worker was killed with waits here once its lease is over: the node is lost to it.
+            if not store.on_node(node):
+                FleetStore(client).forget_nodes([node])
             Dispatcher(app, store).ring(anew)
         finally:
             app.close()

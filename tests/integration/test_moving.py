@@ -441,6 +441,23 @@ def test_what_cannot_be_moved_begins_anew_as_ever(store, settings, directory, ho
     assert len(list(directory.iterdir())) == 3 - len(anew)
 
 
+def test_a_node_is_not_forgotten_while_a_worker_that_was_killed_seems_to_hold_a_rollout(
+    store, settings, host
+):
+    announce(store)
+    store._redis.hset(keys.HANDLERS_REPEATABLE, "plain", "init run eval")
+    fleet = FleetStore(store._redis)
+    fleet.put_node(A, {})
+    brought(store, "held", "in RUN")
+    assert hand_back(settings, A) == 0 and list(fleet.nodes()) == [A]
+    store._redis.hset(keys.record("held"), "lease", 0)
+    store._redis.zadd(keys.DUE, {"held": 0})
+    (due,) = store.overdue()
+    assert (due.action, due.node) == ("resume", A), "nobody is there"
+    assert [item.action for item in store.vacate([A], lost=True)] == ["restart"]
+    assert hand_back(settings, A) == 0 and not fleet.nodes()
+
+
 def test_so_many_are_packed_at_once_and_no_more(store, settings, host):
     announce(store)
     for number in range(9):
