@@ -6,6 +6,7 @@ import asyncio
 import random
 import re
 import time
+from collections import deque
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ class Relief(Chore):
         super().__init__(services)
         self._floors = Floors(services.settings.node_min_free_disk_mb, 0)
         self._looks = 0
-        self._stay: set[str] = set()
+        self._stay: deque[str] = deque(maxlen=MOST_STAY)
         """Ids of those that could not leave."""
 
     @classmethod
@@ -85,6 +86,7 @@ class Relief(Chore):
         if self._looks < LOOKS:
             return
         others, _ = self._services.other_nodes("", Stage.RUN)
+        others -= {node for node, its in self._services.fleet.admissions().items() if its.stopped}
         sizes = {
             box["owner"].rpartition("/")[0]: box.get("on_disk", 0)
             for box in (self._ask(self._services.host.list()) if others else ())
@@ -112,7 +114,7 @@ class Relief(Chore):
         node, dispatcher = services.settings.node, services.dispatcher
         mover = Mover(services.redis, services.settings, node, dispatcher, services.host)
         if held.reason == SHUTDOWN and not self._ask(mover.move_one(held.rollout_id, to)):
-            self._stay = {*list(self._stay)[-MOST_STAY:], held.rollout_id}
+            self._stay.append(held.rollout_id)
             attempt = services.store.get(held.rollout_id).attempt
             dispatcher.send(Stage.RUN, Ref(id=held.rollout_id, attempt=attempt, node=node))
 
