@@ -7,7 +7,6 @@ moved begins anew.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import math
 from pathlib import Path
@@ -76,7 +75,7 @@ class Mover:
         self._settings, self._node, self._dispatcher, self._host = settings, node, dispatcher, host
         self._store = MovingStore(client, settings)
         self._fleet = FleetStore(client)
-        self._within_s: float | None = None
+        self._within_s = math.inf
         self._ends_at = self._calls_end_at = math.inf
 
     async def move_all(self, within_s: float) -> int:
@@ -87,22 +86,27 @@ class Mover:
         """
         now = asyncio.get_running_loop().time()
         self._within_s, self._ends_at, self._calls_end_at = within_s, now + within_s, now + CALL_S
-        try:
-            async with asyncio.timeout_at(self._ends_at):
-                items = await self.movable()
-        except (SandboxError, TimeoutError) as error:
-            log.warning("nothing leaves the node: its sandbox host does not answer", error=repr(error))
-            return 0
-        room = asyncio.Semaphore(AT_ONCE)
+        room, tried, left = asyncio.Semaphore(AT_ONCE), set[str](), list[Waiting]()
 
-        async def move(item: Waiting) -> bool:
+        async def move(item: Waiting) -> None:
             async with room:
-                return await self.move(item)
+                if await self.move(item):
+                    left.append(item)
 
-        moved = await asyncio.gather(*map(move, items))
-        for item in itertools.compress(items, moved):  # now that nobody waits for the node's processors
-            await self._release(item)
-        return sum(moved)
+        try:
+            while items := await self._more(tried):  # INIT may make others ready meanwhile
+                await asyncio.gather(*map(move, items))
+            for item in left:  # now that nobody waits for the node's processors
+                await self._release(item)
+        except (SandboxError, TimeoutError) as error:
+            log.warning("the node's sandbox host does not answer", error=repr(error), moved=len(left))
+        return len(left)
+
+    async def _more(self, tried: set[str]) -> list[Waiting]:
+        async with asyncio.timeout_at(self._ends_at):
+            items = [item for item in await self.movable() if item.rollout_id not in tried]
+        tried.update(item.rollout_id for item in items)
+        return items
 
     async def movable(self) -> list[Waiting]:
         """What waits for the node and can go on elsewhere with its sandbox's files alone."""
