@@ -158,6 +158,8 @@ def set_slots(state: Any, slots: int | None = None, **_: Any) -> dict[str, str]:
     return {"ok": f"{slots} slots (of {most}), {before} before"}
 
 
+HURRY_S = 1.0
+"""For rollouts once a worker stops that got SIGUSR2: its node is about to be taken away."""
 _stopper: threading.Thread | None = None
 LEAVE_S = 5.0
 """How long a stopping worker has to take itself off the list of live ones; else it counts for seconds."""

@@ -288,7 +288,7 @@ def test_a_node_that_is_preempted_has_its_rollouts_leave_within_the_grace_and_wa
         slurm = pool.submit(play)
         assert job.run() == 0
         slurm.result()
-    assert run_dir.requeued() == [] and len(moved) == 1
+    assert run_dir.requeued() == []
     assert within[0] < moved[0] < within[1], moved
 
 

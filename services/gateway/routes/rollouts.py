@@ -30,7 +30,7 @@ from services.gateway.agents import AgentDoor, is_external, so_far
 from services.gateway.answers import Answer
 from services.gateway.auth import caller
 from services.gateway.context import gateway
-from services.gateway.forks import checkpoints_of, requests_of
+from services.gateway.forks import requests_of
 from services.gateway.http import MAX_PAGE, Include, Limit, Tag, Tenant, Wait, operation, query
 from services.gateway.problems import ApiProblem, absent, invalid
 from services.gateway.waiting import Interest
@@ -128,7 +128,7 @@ def checkpoints(rollout_id: str, tenant: Tenant) -> CheckpointList:
     if rollout is None:
         raise absent(rollout_id)
     # What carrying out a fork takes besides is not shown: a model gives the fields of its field's type alone.
-    return CheckpointList(checkpoints=checkpoints_of(rollout))
+    return CheckpointList(checkpoints=gateway().checkpoints.list(rollout.id))
 
 
 @blueprint.get("/rollouts")
