@@ -155,6 +155,7 @@ class Apptainer(Runtime):
                     raise
                 log.warning("changed system files cannot be kept as they should: %s: %s", self._upper, error)
         if self._upper == MEMORY:
+            self.in_memory = True
             self.missing_isolation.append("disk limit of changed system files (kept in memory)")
         self.has_cgroups = True
         try:

@@ -133,6 +133,8 @@ class Runtime(abc.ABC):
 
     name: str
     needs_image = True
+    in_memory = False
+    """Whether changed system files are kept there, and cannot be copied."""
 
     def __init__(self) -> None:
         self.run_as: int | None = None

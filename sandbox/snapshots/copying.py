@@ -18,7 +18,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from sandbox import paths, trees
+from sandbox import connection, paths, trees
 from sandbox.errors import SnapshotError
 from sandbox.runtimes import Launch, Runtime
 from sandbox.runtimes.base import PRELOAD
@@ -50,14 +50,16 @@ async def copy_out(runtime: Runtime, launch: Launch, target: Path) -> None:
 async def copy_in(runtime: Runtime, launch: Launch, source: Path, parts: list[str]) -> None:
     """Copy these parts of a snapshot into a sandbox that was not booted. Raises SnapshotError."""
     await _run(runtime, [*_CP, "-t", str(launch.scratch), "--", *parts], cwd=source)
-    _settle(runtime, launch)
+    await connection.in_thread(_settle, runtime, launch)
 
 
 async def pack(runtime: Runtime, launch: Launch, manifest: bytes, target: io.FileIO) -> None:
     """Write manifest and parts as one archive. Raises SnapshotError, OSError."""
     head = tarfile.TarInfo(MANIFEST)
     head.size, head.mode = len(manifest), 0o600
-    target.write(head.tobuf(tarfile.PAX_FORMAT) + manifest + bytes(-len(manifest) % tarfile.BLOCKSIZE))
+    begin = head.tobuf(tarfile.PAX_FORMAT) + manifest + bytes(-len(manifest) % tarfile.BLOCKSIZE)
+    if target.write(begin) != len(begin):
+        raise SnapshotError("no space is left for the snapshot")
     parts = parts_of(launch)
     upper = ["-C", "overlay", UPPER] if UPPER in parts else []
     command = [*_TAR, "--sparse", "-b", "512", "-cf", "-", *(part for part in parts if part != UPPER), *upper]
@@ -83,7 +85,7 @@ async def unpack(runtime: Runtime, launch: Launch, source: io.FileIO, parts: lis
     source.seek(0)  # of the file itself, for nothing is buffered
     command = [*_TAR, "--no-same-owner", "-xpf", "-", "--", *parts]
     await _run(runtime, command, cwd=launch.scratch, stdin=source.fileno())
-    _settle(runtime, launch)
+    await connection.in_thread(_settle, runtime, launch)
 
 
 @functools.cache

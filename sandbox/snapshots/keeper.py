@@ -44,6 +44,7 @@ one takes about as long as to copy a MiB.
 ASK_S = 60.0
 """For the server inside to answer, besides what it was told to wait."""
 TIDY_S = 10.0
+IN_MEMORY = "changed system files are kept in memory on this node, and cannot be copied"
 
 
 class Snapshots:
@@ -213,6 +214,8 @@ class Snapshots:
             raise SnapshotError(
                 f"it was taken on {was}; here are {runtime.name} and {image_of(launch.rootfs)}"
             )
+        if runtime.in_memory and copying.UPPER in manifest.parts:
+            raise SnapshotError(IN_MEMORY)
         if short := self._too_little_disk(manifest.bytes):
             raise NodeShort(f"no sandbox is begun with a snapshot: {short}")
         if isinstance(files, Path):
@@ -282,7 +285,7 @@ def _refuse(container: Container) -> None:
     if container.info is None or container.ending is not None:
         raise SnapshotError(f"sandbox {container.id} is nobody's, or ends")
     if container.runtime.name == "apptainer" and copying.UPPER not in copying.parts_of(container.launch):
-        raise SnapshotError("changed system files are kept in memory on this node, and cannot be copied")
+        raise SnapshotError(IN_MEMORY)
 
 
 def _still(container: Container) -> Still:

@@ -24,6 +24,7 @@ from sandbox.containers import Containers
 from sandbox.errors import NotAllowed, SandboxGone, SandboxRequestError, SnapshotError
 from sandbox.host_client import HostClient
 from sandbox.layer import Layer
+from sandbox.runtimes import RUNTIMES
 from sandbox.snapshots import copying, keeper, store
 from sandbox.spec import BindSpec, Limits, SandboxInfo, SandboxSpec
 from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
@@ -447,8 +448,8 @@ async def _cancelled(host: SyncHostClient, spec: SandboxSpec, after: float) -> b
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small disk")
 @pytest.mark.may_skip
 @pytest.mark.parametrize("where", ["store", "shared"])
-def test_a_disk_that_is_full_in_the_middle_harms_nobody(state, shared, anything, monkeypatch, where):
-    if reason := why_not(anything):
+def test_a_disk_that_is_full_in_the_middle_harms_nobody(state, shared, monkeypatch, where):
+    if reason := why_not("apptainer"):
         pytest.skip(reason)
     monkeypatch.setattr(keeper, "free_disk", lambda place: 1 << 40)  # another fills it after the look
     state.chmod(0o711)
@@ -459,7 +460,7 @@ def test_a_disk_that_is_full_in_the_middle_harms_nobody(state, shared, anything,
 
     async def scenario() -> None:
         containers = Containers(state, HostConfig())
-        info = await containers.start(SandboxSpec(runtime=anything))
+        info = await containers.start(SandboxSpec(runtime="apptainer"))
         client = SandboxClient(info.socket)
         await client.bash("for i in $(seq 9); do head -c 5M /dev/urandom >f$i; done; sleep 1000 &")
         request = {"op": "snapshot", "id": info.id, "name": name, "owner": "", "wait_s": 0, "ends": True}
@@ -474,6 +475,9 @@ def test_a_disk_that_is_full_in_the_middle_harms_nobody(state, shared, anything,
         assert [*place.iterdir()] == []
         await containers.snapshots.answer(request)
         assert len([*place.iterdir()]) == 1
+        monkeypatch.setattr(RUNTIMES["apptainer"], "in_memory", True)
+        with pytest.raises(SnapshotError, match="kept in memory"):
+            await containers.start(SandboxSpec(snapshot=name))
         await client.close()
         await containers.close()
 
