@@ -180,9 +180,14 @@ def test_what_waits_for_a_node_that_ends_goes_on_at_its_turn_on_another_one(serv
 def test_a_node_short_of_disk_sends_the_largest_on_and_damaged_files_begin_anew(service):
     """After the test above, on the node that it leaves."""
     second = service.nodes[-1]
-    third = service.node("third", ("run,eval", 64, {}))
     small = service.submit(lines=900, pause_s=0.3)
     large = service.submit(lines=900, pause_s=0.3, large=True)
+
+    def counted() -> bool:
+        return max((box["on_disk"] for box in second.host.list()), default=0) > 40e6
+
+    wait_until(counted, PATIENCE_S, "what is on disk to be counted")
+    third = service.node("third", ("run,eval", 64, {}))
     third.await_workers()
 
     def left(rollout_id: str) -> list[float]:
