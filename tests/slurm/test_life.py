@@ -254,8 +254,14 @@ def test_workers_of_a_node_start_anew_when_the_head_s_capture_has_moved(run_dir,
 
 @pytest.mark.parametrize(
     ("status", "preempted", "within"),
-    [(143, True, (10, 18.1)), (143, False, (10, 18.1)), (1, True, (10, 18.1)), (143, None, (5, 13.1))],
-    ids=["preempted", "cancelled", "no step can run", "Slurm does not say"],
+    [
+        (143, "at once", (10, 18.1)),
+        (143, "at the third look", (10, 18.1)),
+        (143, "no", (10, 18.1)),
+        (1, "at once", (10, 18.1)),
+        (143, None, (5, 13.1)),
+    ],
+    ids=["preempted", "Slurm says it late", "cancelled", "no step can run", "Slurm does not say"],
 )
 def test_a_node_that_is_preempted_has_its_rollouts_leave_within_the_grace_and_waits_for_slurm(
     run_dir, tmp_path, monkeypatch, status, preempted, within
@@ -267,17 +273,23 @@ def test_a_node_that_is_preempted_has_its_rollouts_leave_within_the_grace_and_wa
     monkeypatch.setattr(node, "hand_back", lambda *_, within_s, state_dir: moved.append(within_s) or 3)
     now, go = int(time.time()), tmp_path / "go"
     run_dir.commands.write("srun", f"while [ ! -e {go} ]; do sleep 0.02; done; exit {status}")
-    said = f"StartTime={now - 60} EndTime={now + 20} PreemptTime={now if preempted else 'None'}"
-    run_dir.commands.write("scontrol", f"echo {'' if preempted is None else said}")
+    looks = {"at once": 0, "at the third look": 2, "no": 1000, None: 0}[preempted]
+    said = f"StartTime={now - 60} EndTime={now + 20} PreemptTime={now}" if preempted else ""
+    before = f"StartTime={now - 60} EndTime={now + 1800} PreemptTime=None"
+    called = f"$(grep -c '^scontrol.*show' {tmp_path}/called)"
+    run_dir.commands.write(
+        "scontrol", f"if [ {called} -gt {looks} ]; then echo {said}; else echo {before}; fi"
+    )
     run_dir.redis.mkdir()
     run_dir.write_head(Head("1", "n9", "127.0.0.1", UP, "http://127.0.0.1:9", "", 1))
     job = NodeJob(run_dir, Place("n1", "7"), ["run"])
-    hears = status == 143 and preempted is not False
+    hears = status == 143 and preempted != "no"
 
     def play():
         wait_until(lambda: "notice" in job.supervisor.parts, BUSY_S, "the step")
+        step = job.supervisor.parts["notice"]
         go.touch()
-        wait_until(lambda: "notice" not in job.supervisor.parts, BUSY_S, "its end to be noticed")
+        wait_until(lambda: job.supervisor.parts.get("notice") is not step, BUSY_S, "its end to be noticed")
         if hears:
             wait_until(lambda: run_dir.members() == [], BUSY_S, "the node's end")
         time.sleep(0.2)

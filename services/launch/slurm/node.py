@@ -53,6 +53,8 @@ NOTICE_COMMAND = (
 )
 NOTICE_ENDS_S = 1.0
 LET_GO_LOOK_S = 0.1
+PREEMPTED_LOOKS = 5
+"""At Slurm once that step was told to end: at first it may not say yet that the job is preempted."""
 UNKNOWN_S = 15.0
 """Of a grace time of which Slurm does not say how long it is."""
 MOVE_S = 5.0
@@ -81,6 +83,7 @@ class NodeJob(MemberJob):
         self._addresses_now: dict[str, str] = {}
         """Of the head, as the workers have them."""
         self._env: dict[str, str] = {}
+        self._looks_left = 0
 
     # -- life --------------------------------------------------------------------------------
 
@@ -147,14 +150,19 @@ class NodeJob(MemberJob):
 
     def _listen(self) -> None:
         notice = self.supervisor.parts.get(NOTICE)
-        if notice is None or notice.alive or notice.process is None:
-            return
-        status = self.supervisor.parts.pop(NOTICE).process.wait(0)
-        if status != 128 + signal.SIGTERM:
-            log.warning("the step that listens has ended", how=ended(status), log=notice.log)
-        elif self._look_for_end() and self.supervisor.signal is None:
-            self.ends_at, self.preempted = self.ends_at or time.monotonic() + UNKNOWN_S, True
-            self.supervisor.signal = signal.SIGUSR1
+        if notice is not None and notice.process is not None and not notice.alive:
+            del self.supervisor.parts[NOTICE]
+            if (status := notice.process.wait(0)) == 128 + signal.SIGTERM:
+                self._looks_left = PREEMPTED_LOOKS
+            else:
+                log.warning("the step that listens has ended", how=ended(status), log=notice.log)
+        if self._looks_left and not self.preempted:
+            self._looks_left -= 1
+            if self._look_for_end() and self.supervisor.signal is None:
+                self.ends_at, self.preempted = self.ends_at or time.monotonic() + UNKNOWN_S, True
+                self.supervisor.signal = signal.SIGUSR1
+            elif not self._looks_left:
+                self._start_notice()
 
     def _check_sandbox(self) -> None:
         """Have the member tell what works here, as soon as that is known."""
@@ -271,9 +279,8 @@ class NodeJob(MemberJob):
 
     def _left_s(self) -> float:
         """Seconds for what is left here to leave."""
-        if self.ends_at is None:
-            return MOST_MOVING_S
-        return max(0.0, self.ends_at - CLEAR_S - time.monotonic())
+        left_s = MOST_MOVING_S if self.ends_at is None else self.ends_at - CLEAR_S - time.monotonic()
+        return max(0.0, min(left_s, MOST_MOVING_S))
 
     def _hurries(self) -> bool:
         return self._left_s() < HURRY_S
