@@ -141,7 +141,7 @@ def build(prompt: list[int], number: int) -> list[int]:
         f"{before}; python3 {BUILDER} {seed} {step} {crowd if step == 1 else 0} {TREE} && sleep {pause} && "
         f"export STEP={step} && echo built {step}"
     )
-    return spoken("execute_bash", {"command": command})
+    return spoken("execute_bash", {"command": command, "timeout": 100})
 
 
 all_handlers = [Boxed, Spoken, Traveller]
