@@ -1,7 +1,7 @@
 """What it costs to keep a sandbox, to begin another one with it, and to have its files on another node.
 
 fork       from the request to the output of the first command, of a sandbox that begins with a snapshot of
-           one with 10 MiB changed: 64 files of 32 KiB, 8 of 1 MiB; half of each beside the image's files
+           one with 10 MiB changed: 32 files of 64 KiB, 8 of 1 MiB; half of each beside the image's files
 fork_many  the same with 1,280 files of 8 KiB
 cold       the same without a snapshot, of the same image; the host keeps none ready
 snapshot   of a sandbox with 100 MiB changed: 1,280 files of 16 KiB in 128 directories, 5 of 16 MiB; from the
@@ -46,7 +46,7 @@ from tests.helpers.fake_engine import fake_engine
 SPEC = SandboxSpec(runtime="apptainer")
 KIB, MIB = 1 << 10, 1 << 20
 FILES_A_DIRECTORY = 20
-TEN, TEN_MANY = (64, 32 * KIB, 8, MIB), (1280, 8 * KIB, 0, 0)
+TEN, TEN_MANY = (32, 64 * KIB, 8, MIB), (1280, 8 * KIB, 0, 0)
 HUNDRED = (1280, 16 * KIB, 5, 16 * MIB)
 """How many small files, of how many bytes; how many big ones, of how many."""
 CHANGE = f"""
