@@ -237,12 +237,10 @@ def test_turns_that_were_not_kept_are_refused_with_those_that_were(forked):
     forked.keep(claim, 5, error="disk full", snapshot=None)
     forked.keep(claim, 6, node="n2")
     forked.keep(claim, 9)
-    forked.keep(claim, 7, node=None, way="none", attempt=2)
     assert problem(forked.fork("r", 2), 404) == (
         "from.turn",
         "turn 2 is not kept; those that are: 1, 4, 5, 6, 9",
     )
-    assert problem(forked.fork("r", 7), 404)[0] == "from.turn", "another attempt's"
     assert problem(forked.fork("r", 5), 409) == ("from.turn", "the files of turn 5 were not kept: disk full")
     assert "n2" in problem(forked.fork("r", 6), 409)[1]
     forked.gate.fleet.put_node("n2", {})

@@ -191,7 +191,7 @@ def test_a_whole_tree_is_the_same_copied_and_packed(host, shared):
 def test_what_runs_goes_on_as_if_nothing_had_been(host):
     """Also a command in the foreground, which a shell that ran before it would take for suspended."""
     info = host.start(SandboxSpec(runtime="apptainer"))
-    many = " | ".join(["sleep 9"] * 60)  # for 5 s the server waits for what it can ask the shell
+    many = " | ".join(["sleep 12"] * 60)  # for 5 s the server waits for what it can ask the shell
     with SyncSandboxClient(info.socket) as client:
         client.bash("sleep 1000 & sleep 1001 & kill -STOP %1; sleep 0.1")
         command = THREADS.submit(client.bash, f"{many} | cat; echo $?")

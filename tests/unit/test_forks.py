@@ -24,6 +24,7 @@ from workers.agent.tools import Finish, Observation
 from workers.agent.turns import RunDiverged
 from workers.errors import TaskError
 from workers.handlers.harbor import handler as harbor
+from workers.handlers.harbor import network as network_of_tasks
 
 BOX = SandboxRecord(id="box", runtime="r", image="i", node="n", isolation_missing=[])
 
@@ -263,7 +264,7 @@ def test_a_fork_that_samples_nothing_says_why(reason, what):
     [(1, "no-network", None), (2, "no-network", "steps"), (1, "public", "way out")],
 )
 def test_of_tasks_with_directories_only_what_is_files_is_forked(monkeypatch, steps, network, why):
-    monkeypatch.setattr(harbor, "check", lambda mode, hosts: None)
+    monkeypatch.setattr(network_of_tasks, "check", lambda mode, hosts: None)
     directory = SimpleNamespace(steps=[SimpleNamespace(agent=None)] * steps)
     trial = SimpleNamespace(directory=directory, network=lambda agent: (network, ()))
     if why is None:
