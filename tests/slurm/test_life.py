@@ -274,12 +274,15 @@ def test_a_node_that_is_preempted_has_its_rollouts_leave_within_the_grace_and_wa
     now, go = int(time.time()), tmp_path / "go"
     run_dir.commands.write("srun", f"while [ ! -e {go} ]; do sleep 0.02; done; exit {status}")
     looks = {"at once": 0, "at the third look": 2, "no": 1000, None: 0}[preempted]
-    said = f"StartTime={now - 60} EndTime={now + 20} PreemptTime={now}" if preempted else ""
-    before = f"StartTime={now - 60} EndTime={now + 1800} PreemptTime=None"
-    called = f"$(grep -c '^scontrol.*show' {tmp_path}/called)"
-    run_dir.commands.write(
-        "scontrol", f"if [ {called} -gt {looks} ]; then echo {said}; else echo {before}; fi"
+    said = (
+        f"JobId=7 ArrayJobId=7 StartTime={now - 60} EndTime={now + 20} PreemptTime={now}" if preempted else ""
     )
+    before = f"JobId=7 ArrayJobId=7 StartTime={now - 60} EndTime={now + 1800} PreemptTime=None"
+    called = f"$(grep -c '^scontrol.*show' {tmp_path}/called)"
+    # It is the task of an array that has the array's id.
+    other = f"echo JobId=8 ArrayJobId=7 StartTime={now - 60} EndTime={now + 900} PreemptTime=None"
+    shown = f"if [ {called} -gt {looks} ]; then echo {said}; else echo {before}; fi; {other if said else ':'}"
+    run_dir.commands.write("scontrol", shown)
     run_dir.redis.mkdir()
     run_dir.write_head(Head("1", "n9", "127.0.0.1", UP, "http://127.0.0.1:9", "", 1))
     job = NodeJob(run_dir, Place("n1", "7"), ["run"])

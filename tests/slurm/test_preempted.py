@@ -20,7 +20,7 @@ from tests.slurm.service import SlurmService, places
 
 ROLLOUTS = SLURM("rollouts while nodes are preempted", short=24, long=200)
 NODES = SLURM("nodes", short=2, long=4)
-PREEMPTIONS = SLURM("nodes that are preempted, one after the other", short=1, long=5)
+PREEMPTIONS = SLURM("nodes that are preempted, one after the other", short=1, long=4)
 STEPS = SLURM("turns with a tool", short=4, long=6)
 PAUSE_S = SLURM("seconds of each", short=1.0, long=8.0)
 CROWD = SLURM("small files in one sandbox of so many", short=(2000, 8), long=(20_000, 40))

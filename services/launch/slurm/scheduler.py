@@ -182,4 +182,7 @@ def _show(kind: str, name: str, timeout_s: float = TIMEOUT_S) -> dict[str, str]:
         answer = call(["scontrol", "--oneliner", "show", kind, name], timeout_s)
     except SlurmError:
         return {}
-    return dict(word.split("=", 1) for word in answer.split() if "=" in word)
+    # The id of one task of an array is that of the array as well: then Slurm shows all of them.
+    lines = answer.splitlines()
+    own = [line for line in lines if line.startswith(f"JobId={name} ")] or lines
+    return dict(word.split("=", 1) for line in own for word in line.split() if "=" in word)
