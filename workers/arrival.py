@@ -48,6 +48,10 @@ def carried(body: Body) -> Body:
                 await _arrive(run)
             except OF_THE_NODE as error:
                 return await _go_on_elsewhere(run, error)
+        elif run.claim.moves and run.claim.sandbox and run.claim.sandbox.node != run.services.settings.node:
+            # A message that was sent again while its files were under way: it is at home elsewhere by now.
+            run.claim = replace(run.claim, node=run.claim.sandbox.node)
+            return Finish(PASSED_ON if run.claim.stage is Stage.RUN else "handback")
         if run.can_pass_on and run.has_sandbox and run.claim.request.agent is None:
             run.held.moving = False if run.handler.survives == "files" else None
         outcome = await body(run)
