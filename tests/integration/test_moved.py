@@ -125,11 +125,9 @@ def service(tmp_path_factory):
 
 def require_whole(item: Rollout, lines: int, attempt: int = 1) -> None:
     """It was completed with the files, the directory and the variable that it had."""
-    assert (item.state, item.reward, item.attempt) == (State.COMPLETED, 1.0, attempt), (
-        item.error,
-        item.notes,
-        item.trajectory and item.trajectory.artifacts,
-    )
+    said = item.trajectory.messages if item.trajectory else ()
+    told = "\n".join(map(repr, (item.error, *item.notes, *said)))
+    assert (item.state, item.reward, item.attempt) == (State.COMPLETED, 1.0, attempt), told
     assert item.metrics["same_files"] == 1.0, item.trajectory.artifacts["looks"]
     calls = [s.call_id for chain in item.trajectory.chains for s in chain.segments if s.sampled]
     assert len(set(calls)) == lines + 1
