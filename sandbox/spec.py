@@ -75,7 +75,7 @@ class SandboxSpec(_Json):
 
 @dataclasses.dataclass(frozen=True)
 class SnapshotInfo(_Json):
-    """A sandbox's files, working directory and exported variables, kept."""
+    """A sandbox's files, working directory and variables of bash, kept."""
 
     name: str
     """Of the node's own, or the path of the file that they were packed into."""
