@@ -133,8 +133,12 @@ class Container:
             raise SandboxStartError(
                 f"sandbox on {self.runtime.name}{image} {problem}; it said: {words or '(nothing)'}"
             )
-        # Nothing of the agent's runs yet: all but the last, the shell, is the runtime and the server.
+        # Nothing of the agent's runs yet: all but the last, the shell, is the runtime and the server. But the
+        # bash of a snapshot may be the agent's, and have begun others: what is above it is not theirs.
         *own, shell = processes.descendants(self.pid)
+        if self.spec.snapshot:
+            told = await connection.exchange(self.address, {"op": "ping"}, START_TIMEOUT_S)
+            own, shell = processes.above(self.pid, told["shell_pid"])
         self.protected = [self.pid, *own]
         self.see_memory(shell)
         self.ready = True

@@ -35,6 +35,8 @@ log = logging.getLogger("sandbox.host")
 SOCKET_NAME = "host.sock"
 LOCK_NAME = "host.lock"
 LOG_NAME = "host.log"
+GIVEN_UP = ("start", "snapshot")
+"""What is given up when whoever asked for it hangs up."""
 
 
 class Host:
@@ -82,18 +84,18 @@ class Host:
             while (request := await connection.receive(reader)) is not None:
                 task = asyncio.create_task(self._answer(request))
                 gone = asyncio.create_task(
-                    reader.read(1) if request.get("op") == "start" else asyncio.Event().wait()
+                    reader.read(1) if request.get("op") in GIVEN_UP else asyncio.Event().wait()
                 )
                 await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
                 if not task.done():
-                    task.cancel()  # whoever asked for the sandbox has hung up; release what was started
+                    task.cancel()  # release what was started
                     await asyncio.wait({task})
                     return
                 gone.cancel()
                 await asyncio.wait({gone})
                 reply = task.result()
                 await self._deliver(writer, request, reply)
-                if request.get("op") == "stop" or (not gone.cancelled() and request.get("op") == "start"):
+                if request.get("op") == "stop" or (not gone.cancelled() and request.get("op") in GIVEN_UP):
                     return
         except (ConnectionError, ValueError, FrameTooLarge) as error:
             log.info("a connection was dropped: %s", error)

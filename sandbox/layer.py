@@ -83,19 +83,21 @@ class Layer:
         """
         if not self._noted.exists():
             return None
-        noted, now = json.loads(self._noted.read_text()), self._now()
+        noted = json.loads(self._noted.read_text())
+        now = self._now(noted)
         return {path: identity == now.get(path) for path, identity in noted.items()}
 
     def note_again(self, unchanged: Mapping[str, bool]) -> None:
         """Remember of a copy what was noted of its original: what has changed is never as it was again."""
-        now = self._now()
+        now = self._now(unchanged)
         self._noted.write_text(
             json.dumps({path: now.get(path) if same else None for path, same in unchanged.items()})
         )
 
-    def _now(self) -> dict[str, list[int]]:
+    def _now(self, noted: Collection[str]) -> dict[str, list[int]]:
         with contextlib.ExitStack() as opened:
-            return {path: _identity(info, opaque) for path, info, opaque in self._walk(opened)}
+            walk = self._walk(opened)
+            return {path: _identity(info, opaque) for path, info, opaque in walk if path in noted}
 
     def changes(self) -> LayerChanges:
         """What is not as it was noted. Nothing may run in the sandbox.

@@ -88,6 +88,25 @@ def descendants(pid: int) -> list[int]:
     return pids
 
 
+def above(pid: int, inner: int) -> tuple[list[int], int]:
+    """Of a process's descendants the one that is `inner` in its own PID namespace, and all between the two.
+
+    Raises ProcessLookupError when there is none.
+    """
+    below = descendants(pid)
+    for one in reversed(below):
+        with contextlib.suppress(OSError, StopIteration):
+            status = Path(f"/proc/{one}/status").read_text(errors="replace").splitlines()
+            names = next(line for line in status if line.startswith("NSpid:")).split()
+            if int(names[-1]) != inner:
+                continue
+            chain, parent = [], one
+            while (fields := _stat(parent)) and (parent := int(fields[1])) in below:
+                chain.append(parent)
+            return chain[::-1], one
+    raise ProcessLookupError(f"no process below {pid} is {inner} inside")
+
+
 def pid_namespace(pid: int) -> str | None:
     """Identity of the process's PID namespace, or None when it cannot be read."""
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
 import threading
 from typing import Any
 
@@ -116,6 +117,7 @@ def _start(sender: Any, **_: Any) -> None:
     try:
         worker = process.start(app, settings(), sender.hostname, stages, sender.pool.num_processes)
         worker.consumer = sender
+        signal.signal(signal.SIGUSR2, lambda *_: setattr(worker, "grace_s", min(worker.grace_s, HURRY_S)))
         # What is there now stays to the end: neither full collections nor the end need look at it.
         gc.collect()
         gc.freeze()

@@ -48,7 +48,7 @@ def carried(body: Body) -> Body:
                 await _arrive(run)
             except OF_THE_NODE as error:
                 return await _go_on_elsewhere(run, error)
-        elif run.claim.moves and run.claim.sandbox and run.claim.sandbox.node != run.services.settings.node:
+        elif run.claim.sandbox and run.claim.sandbox.node != run.services.settings.node:
             # A message that was sent again while its files were under way: it is at home elsewhere by now.
             run.claim = replace(run.claim, node=run.claim.sandbox.node)
             return Finish(PASSED_ON if run.claim.stage is Stage.RUN else "handback")
@@ -101,13 +101,17 @@ async def _go_on_elsewhere(run: StageRun, error: Exception) -> Finish:
     claim, stage = run.claim, run.claim.stage
     others, untried = await ask(run.services.other_nodes, claim.rollout_id, stage)
     tried = 1 + len(others - untried)
+    back = PASSED_ON if stage is Stage.RUN else "handback"
+    if isinstance(error, NodeShort) and not untried:  # there may be room again
+        await asyncio.sleep(run.services.settings.retry_delay_s)
+        return Finish(back)
     if not untried or (isinstance(error, SnapshotError) and tried >= MOST_NODES):
         left = claim.files["node"]
         raise InfrastructureError(f"the files that left node {left} are of no use: {error}") from error
     run.claim = replace(claim, node=random.choice(sorted(untried)))
     run.log.warning("its files go on to another node", node=run.claim.node, error=str(error))
     fields = {ABSENT + run.services.settings.node: str(error)[:MAX_REASON]}
-    return Finish(PASSED_ON if stage is Stage.RUN else "handback", fields)
+    return Finish(back, fields)
 
 
 def _moved(claim: Claim, node: str) -> str:

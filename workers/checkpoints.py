@@ -134,7 +134,7 @@ class Checkpoints:
             kept.way, kept.node, kept.snapshot = "same", here, last.snapshot
             kept.bytes, kept.files = last.bytes, last.files
             return
-        name = f"{claim.rollout_id}.{claim.attempt}.{kept.turn}"
+        name = f"{claim.rollout_id}.{claim.attempt}.{claim.fence}.{kept.turn}"
         try:
             async with asyncio.timeout(MOST_S):
                 info = await run.services.host.snapshot(claim.sandbox.id, name, owner=claim.rollout_id)

@@ -50,7 +50,7 @@ async def init(run: StageRun, ctx: InitContext[Any]) -> None:
     if not fits or (store and not await ask(store.files_suffice, origin.rollout)):
         raise TaskError(f"{name}: it cannot be forked, for files and turns are not all that it needs")
     what = f"turn {origin.turn} of rollout {origin.rollout}"
-    kept = store and await ask(store.get, origin.rollout, origin.turn)
+    kept = store and await ask(store.get, origin.rollout, origin.turn, claim.tenant)
     if kept is None:
         raise TurnGone(f"{what} is not kept (any more): fork a turn that GET …/checkpoints lists")
     if kept.error:
@@ -93,7 +93,7 @@ def tell_shared(origin: Origin, agent: AgentLoop, reason: FinishReason) -> Stage
     branch, metrics = given(agent.trajectory, origin), agent.metrics
     for name in COUNTED:
         if by := metrics.pop(SHARED + name, 0):
-            metrics[name] = metrics.get(name, 0) - by
+            metrics[name] = max(0, metrics.get(name, 0) - by)
     metrics |= {"shared_turns": branch.turn, "shared_tokens": branch.sampled_tokens}
     if reason is FinishReason.TIME_LIMIT:
         return StageTimeout("run_timeout_s passed before the fork had said anything of its own")

@@ -27,7 +27,7 @@ from sandbox.spec import BindSpec, Limits, SandboxInfo, SandboxSpec
 from services.settings import Settings
 from services.state.rollouts.store import Claim
 from services.state.tenants import Tenant
-from workers.errors import AgentFault, TaskError, from_sandbox
+from workers.errors import AgentFault, InfrastructureError, TaskError, from_sandbox
 from workers.patience import ask
 
 log = structlog.get_logger("sandboxes")
@@ -131,7 +131,9 @@ class Sandboxes:
         text = f"sandbox {record.id} started{took} on {record.node}: {record.runtime}, image {record.image}"
         fields = {"sandbox": box, "node": record.node} | (fields or {})
         # Noted before it is used: should this worker die now, the reaper knows where to clean up.
-        await ask(self._services.note, self._claim.rollout_id, self._claim.fence, fields, text)
+        ours = await ask(self._services.note, self._claim.rollout_id, self._claim.fence, fields, text)
+        if snapshot and not ours:  # what it begins with is for whoever has the rollout
+            raise InfrastructureError("the rollout is not this worker's any more")
         ctx.sandbox = SandboxClient(info.socket)
         return ctx.sandbox
 

@@ -26,6 +26,7 @@ START_TIMEOUT_S = 15.0  # bash with its rc file; generous, because a loaded node
 FIRST_START_TIMEOUT_S = 5.0  # of one that another can stand in for
 SETUP_TIMEOUT_S = 10.0
 MOST_ASIDE_BYTES = 4 << 20
+ASIDE_LOCK_S = 3.0  # a command that is waited for holds it longer
 
 
 class Shell:
@@ -214,7 +215,7 @@ class Shell:
         standard output (bytes); None when it was not to be run, as while another one runs, or did not end.
         """
         report = self.private("aside")
-        if not self._lock.acquire(timeout=timeout):
+        if not self._lock.acquire(timeout=ASIDE_LOCK_S):
             return None
         try:
             with self._unattended():

@@ -7,6 +7,7 @@ a sandbox after `restore` sees no difference but where something was lost: then 
 the kernel, says that it was restarted, as ever.
 """
 
+import contextlib
 import json
 import os
 import stat
@@ -122,7 +123,8 @@ class State:
         answer = self._shell.aside(RESTORE % places, ASIDE_S)
         notes["restarted"] = notes["restarted"] or answer != DONE.encode()
         self._shell.go_on(notes, None if isinstance(answer, bytes) else os.fsencode(cwd))
-        os.unlink(file)
+        with contextlib.suppress(FileNotFoundError):  # what it says may remove it
+            os.unlink(file)
 
 
 def _identities(path, exclude, directories):

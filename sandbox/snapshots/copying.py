@@ -28,6 +28,9 @@ UPPER = "upper"
 PARTS = (UPPER, "workspace", "home", "tmp", "shm")
 OF_RUNTIME = ".singularity.d"
 """Apptainer would run scripts from there before any wall is up."""
+READ_OUTSIDE = ("etc/passwd", "etc/group")
+"""Of the image, by Apptainer, to add the user."""
+MIB = 1 << 20
 MANIFEST = "manifest.json"
 MOST_MANIFEST_BYTES = 256 << 20
 WORDS_BYTES = 2000
@@ -133,6 +136,15 @@ def _refuse_links(runtime: Runtime, launch: Launch) -> None:
 
     Raises SnapshotError.
     """
+    for name in READ_OUTSIDE:
+        place = _place(launch, UPPER) / name
+        info = place.lstat() if os.path.lexists(place) else None
+        if (
+            info
+            and not stat.S_ISCHR(info.st_mode)
+            and not (stat.S_ISREG(info.st_mode) and info.st_size < MIB)
+        ):
+            raise SnapshotError(f"/{name} is no file of a usual size")
     binds = runtime.all_binds(launch)
     own = {bind.target: bind.source for bind in binds if bind.source.parent == launch.scratch}
     asked = {bind.target for bind in launch.binds}
@@ -150,7 +162,7 @@ def _refuse_links(runtime: Runtime, launch: Launch) -> None:
                     f"{target} cannot be shown in it: what holds it was replaced by a link or a file"
                 )
         else:
-            if target in asked and (place / last).is_symlink():
+            if target in {*asked, *own} and (place / last).is_symlink():
                 raise SnapshotError(f"{target} cannot be shown in it: it was replaced by a link")
 
 

@@ -26,7 +26,7 @@ from sandbox.room import DISK, DISK_FLOOR, free_disk, shortages
 from sandbox.snapshots import copying
 from sandbox.snapshots.manifest import MIB, Manifest, describe, image_of, read, write
 from sandbox.snapshots.still import Still
-from sandbox.snapshots.store import FILES, Store
+from sandbox.snapshots.store import FILES, PACKED_FILES, Store
 from sandbox.spec import SandboxSpec, SnapshotInfo
 
 if TYPE_CHECKING:
@@ -36,11 +36,6 @@ log = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
 PACKED = ".tar"
-PACKED_FILES = FILES + PACKED
-MANY, SMALL_BYTES = 200, MIB
-"""More files than that, and smaller, are packed in the node's store, too, if blocks are not shared: to make
-one takes about as long as to copy a MiB.
-"""
 ASK_S = 60.0
 """For the server inside to answer, besides what it was told to wait."""
 TIDY_S = 10.0
@@ -66,6 +61,8 @@ class Snapshots:
         self._busy: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._opened: dict[int, tuple[Manifest, Path | io.FileIO]] = {}
         """What is being begun with, by the identity of the spec."""
+        self._coming = 0
+        """Bytes that are being written for sandboxes to begin with."""
         self._tidied = 0.0
         self._counts = dict.fromkeys(("snapshots_taken", "snapshots_failed", "snapshots_begun"), 0)
         self.open = self._store.open
@@ -135,12 +132,13 @@ class Snapshots:
         place = self._store.begin(container.runtime.run_as)
         try:
             way = "reflink" if copying.shares_blocks(self._store.place) else "copy"
-            if way == "copy" and manifest.files > MANY and manifest.bytes < manifest.files * SMALL_BYTES:
+            if way == "copy":  # one file is made sooner than many, and `tar` follows no link that comes late
                 with io.FileIO(place / PACKED_FILES, "x") as file:
                     await copying.pack(container.runtime, container.launch, b"{}", file)
             else:
                 await copying.copy_out(container.runtime, container.launch, place / FILES)
             await connection.in_thread(still.check)
+            _refuse(container)  # its end would have removed files meanwhile
             self._store.finish(place, manifest, text)
         except BaseException:
             self._remove(place)
@@ -159,6 +157,7 @@ class Snapshots:
             with io.FileIO(os.open(unfinished, flags, 0o600), "w") as file:
                 await copying.pack(container.runtime, container.launch, text, file)
                 await connection.in_thread(still.check)
+                _refuse(container)
                 await connection.in_thread(os.fsync, file.fileno())
             unfinished.rename(target)
         except BaseException:
@@ -216,12 +215,16 @@ class Snapshots:
             )
         if runtime.in_memory and copying.UPPER in manifest.parts:
             raise SnapshotError(IN_MEMORY)
-        if short := self._too_little_disk(manifest.bytes):
+        if short := self._too_little_disk(self._coming + manifest.bytes):
             raise NodeShort(f"no sandbox is begun with a snapshot: {short}")
-        if isinstance(files, Path):
-            await copying.copy_in(runtime, launch, files, manifest.parts)
-        else:
-            await copying.unpack(runtime, launch, files, manifest.parts)
+        self._coming += manifest.bytes
+        try:
+            if isinstance(files, Path):
+                await copying.copy_in(runtime, launch, files, manifest.parts)
+            else:
+                await copying.unpack(runtime, launch, files, manifest.parts)
+        finally:
+            self._coming -= manifest.bytes
 
     async def restore(self, container: Container) -> None:
         """Give one that was booted the rest. Raises SnapshotError."""

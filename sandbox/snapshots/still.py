@@ -1,7 +1,7 @@
 """Has all that an agent started stand still, so that what is copied meanwhile is of one moment.
 
 By signals, for most nodes give no cgroup that could be frozen. A process that is missed would have to stay
-unseen in two looks in a row before the copy and in one after it.
+unseen in two looks in a row before the copy and in one after it; who ran in between has run more often.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ class _Process:
     started: int
     states: frozenset[str]
     """Of its threads; the first may have ended while others run."""
+    ran: int
+    """How often its threads have run and been put off: who stood still all the time has not."""
     below_still: bool
 
     def is_still(self, deep: bool) -> bool:
@@ -46,7 +48,8 @@ class Still:
         self._mark = mark
         self._stopped: dict[tuple[int, int], None] = {}
         """Process and start time, parents first. Who had stopped before is not among them."""
-        self._known: set[tuple[int, int]] = set()
+        self._known: dict[tuple[int, int], int] = {}
+        """How often each had run."""
 
     def stop(self, ends: bool = False) -> None:
         """Stop them all. Raises SnapshotError when they do not let themselves be stopped."""
@@ -56,7 +59,7 @@ class Still:
             took = time.monotonic() - began
             seen = self._look()
             loose = [process for process in seen if not process.is_still(deep=took > DEEP_S)]
-            self._known = {(process.pid, process.started) for process in seen}
+            self._known = _runs(seen)
             if not loose and self._known == before:
                 return
             before = None if loose else self._known
@@ -69,10 +72,9 @@ class Still:
             time.sleep(PAUSE_S)
 
     def check(self) -> None:
-        """Raises SnapshotError unless all stood still since :meth:`stop`. Who has ended did."""
-        for process in self._look():
-            if (process.pid, process.started) not in self._known or not process.is_still(deep=True):
-                raise SnapshotError(f"process {process.pid} of the sandbox did not stand still")
+        """Raises SnapshotError unless all have stood still: a timer may wake who was stopped."""
+        if _runs(self._look()) != self._known:
+            raise SnapshotError("processes of the sandbox did not stand still")
 
     def go_on(self) -> None:
         """Continue those that were stopped, children first."""
@@ -102,12 +104,18 @@ class Still:
 
 def _process(pid: int, below_still: bool) -> _Process:
     """What is gone while one looks at it has not stood still."""
-    states, started = set(), -1
+    states, started, ran = set(), -1, 0
     try:
         for thread in Path(f"/proc/{pid}/task").iterdir():
             fields = (thread / "stat").read_text(errors="replace").rpartition(")")[2].split()
             states.add(fields[0])
+            told = (thread / "status").read_text(errors="replace").split()
+            ran += int(told[-1]) + int(told[-3])  # voluntary_ctxt_switches and nonvoluntary_ctxt_switches
             started = int(fields[19]) if int(thread.name) == pid else started
     except (FileNotFoundError, ProcessLookupError):
         states.add("gone")
-    return _Process(pid, started, frozenset(states), below_still)
+    return _Process(pid, started, frozenset(states), ran, below_still)
+
+
+def _runs(seen: list[_Process]) -> dict[tuple[int, int], int]:
+    return {(process.pid, process.started): process.ran for process in seen}

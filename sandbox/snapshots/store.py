@@ -19,6 +19,7 @@ from sandbox.snapshots.manifest import Manifest, read
 log = logging.getLogger(__name__)
 
 FILES = "files"
+PACKED_FILES = f"{FILES}.tar"
 UNFINISHED = "."
 
 
@@ -123,7 +124,10 @@ class Store:
     def _add(self, place: Path, manifest: Manifest) -> None:
         if before := self._kept.get(manifest.name):
             self._drop([before], "replaced")
-        kept = Kept(place, manifest.name, manifest.owner, manifest.bytes, manifest.taken_at)
+        packed = place / PACKED_FILES
+        # What names take is in no block of the files.
+        size = max(manifest.bytes, packed.stat().st_size if packed.exists() else 0)
+        kept = Kept(place, manifest.name, manifest.owner, size, manifest.taken_at)
         self._kept[kept.name] = kept  # in the order of time
 
     def _drop(self, dropped: list[Kept], why: str) -> int:

@@ -45,8 +45,11 @@ class CheckpointStore:
             "keep_checkpoint", kept.model_dump_json(), rollout=rollout_id, fence=fence, turn=kept.turn
         )
 
-    def get(self, rollout_id: str, turn: int) -> Kept | None:
-        """That of a turn; None: there is none, or not any more."""
+    def get(self, rollout_id: str, turn: int, tenant: str | None = None) -> Kept | None:
+        """That of a turn; None: there is none, or not any more, or the rollout is another tenant's by now."""
+        owner = self._redis.hget(keys.record(rollout_id), "tenant") if tenant else None
+        if owner not in (None, tenant):
+            return None
         stored = self._redis.hget(keys.checkpoints(rollout_id), str(turn))
         return Kept.model_validate_json(stored) if stored else None
 

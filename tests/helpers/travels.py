@@ -81,4 +81,4 @@ def script(prompt: list[int], number: int) -> list[int]:
         first += "head -c 50000000 /dev/zero > /tmp/luggage; "
     rest = f"; sleep {pause}; echo wrote $n" if asked else ""
     command = f"{first}export n=$((n+1)); echo $n {word} >> ../diary{rest}"
-    return diary.spoken("execute_bash", {"command": command})
+    return diary.spoken("execute_bash", {"command": command, "timeout": 300})

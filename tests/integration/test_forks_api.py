@@ -232,6 +232,20 @@ def test_a_rollout_that_ended_well_can_be_forked_as_one_that_runs(forked):
     assert request_of(forked, "r") and forked.fork("r", 1).status_code == 202
 
 
+def test_another_rollout_of_the_same_name_begins_without_the_turns_of_the_first(forked):
+    """Its record expires before what forks that wait may need."""
+    forked.running("r", 1)
+    forked.redis.delete(keys.record("r"))
+    kept = forked.gate.checkpoints.get("r", 1)
+    assert kept == forked.gate.checkpoints.get("r", 1, tenant="a")
+    forked.key("b")
+    forked.running("r", 2, who="b")
+    assert [kept.turn for kept in forked.gate.checkpoints.list("r")] == [2]
+    assert forked.redis.lrange(keys.turns("r", 1), 0, -1) == ["a", "b"]
+    assert forked.gate.checkpoints.get("r", 2, tenant="a") is None
+    assert problem(forked.fork("r", 2), 404)[0] == "from.rollout"
+
+
 def test_turns_that_were_not_kept_are_refused_with_those_that_were(forked):
     claim = forked.running("r", 1, 4)
     forked.keep(claim, 5, error="disk full", snapshot=None)

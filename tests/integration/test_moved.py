@@ -6,6 +6,7 @@ share beside Redis. What single steps do when something goes wrong: `test_moving
 
 from __future__ import annotations
 
+import signal
 import tempfile
 from pathlib import Path
 
@@ -82,7 +83,8 @@ class Service(Stack):
 
     def submit(self, lines: int, pause_s: float = 0.0, handler: str = "traveller", **more):
         task = {"lines": lines, "pause_s": pause_s} | more
-        request = RolloutRequest(handler=handler, id=new_id(), task=task, limits={"max_turns": 999})
+        limits = {"max_turns": 999, "tool_timeout_s": 300}
+        request = RolloutRequest(handler=handler, id=new_id(), task=task, limits=limits)
         self.client.submit(request)
         return request.id
 
@@ -156,6 +158,9 @@ def test_what_waits_for_a_node_that_ends_goes_on_at_its_turn_on_another_one(serv
     assert not first.host.list()
     (tmp_path / "eval").touch()
     second.await_workers()
+    # As before a preemption: it shortens what a worker takes to stop, and does nothing else.
+    for worker in second.workers:
+        worker.popen.send_signal(signal.SIGUSR2)
     items = {it: service.ended(it) for it in (scored, between, in_call, home, ready)}
     for rollout_id, lines in ((scored, 2), (between, 20), (in_call, 3), (home, 3), (ready, 3)):
         require_whole(items[rollout_id], lines)
@@ -171,6 +176,7 @@ def test_what_waits_for_a_node_that_ends_goes_on_at_its_turn_on_another_one(serv
     assert moves(items[home]) == []
     assert any("handed back: node first ends" in note.text for note in items[home].notes)
     assert not list(service.snapshots.iterdir()), "what has arrived is deleted"
+    assert all(worker.popen.poll() is None for worker in second.workers)
     metrics = http.get(f"{service.url}/metrics").text
     assert "rollout_moved_total 4.0" in metrics and "rollout_moves_failed_total 0.0" in metrics
 

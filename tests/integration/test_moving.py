@@ -16,7 +16,7 @@ import pytest
 
 from rollout.schema import HandlerInfo, RolloutRequest, Stage, State
 from rollout.trajectory import Trajectory
-from sandbox.errors import ImageError, SnapshotError
+from sandbox.errors import ImageError, NodeShort, SnapshotError
 from sandbox.spec import SandboxInfo, SnapshotInfo
 from services.handback import hand_back
 from services.settings import Settings
@@ -304,6 +304,20 @@ def test_a_node_that_cannot_start_the_image_hands_it_on_and_that_costs_nothing(s
         f"the files that left node {A} are of no use: no image"
         in json.loads(outcome.fields["error"])["message"]
     )
+
+
+def test_the_only_node_that_is_left_waits_for_room(store, settings, moved, fleet):
+    fleet.forget_nodes([A])
+    _, entered = Arriving(store, settings, fails=NodeShort("no room")).work()
+    assert entered == State.RUNNING and store.get("one").attempt == 1 and moved.exists()
+    assert Arriving(store, settings).work()[1] == State.EVALUATING and not moved.exists()
+
+
+def test_who_has_lost_the_rollout_leaves_the_files_to_whoever_has_it(store, settings, moved):
+    arriving = Arriving(store, settings)
+    arriving.parts.note = lambda *told: False
+    arriving.work()
+    assert arriving.done == [] and moved.exists()
 
 
 def test_damaged_files_are_tried_by_a_few_nodes_and_end_the_attempt(store, settings, moved, fleet):

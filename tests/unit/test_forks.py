@@ -117,11 +117,11 @@ TURNS = [said(call("do a")), said(call("b")), said("so" + call("do c")), said("2
 
 def test_each_turn_is_kept_before_the_next_one_and_files_that_did_not_change_are_kept_once():
     kept, notes, host, agent, _ = play(TURNS)
-    assert host.names == ["r1.1.1", "r1.1.3"] and not notes
+    assert host.names == ["r1.1.3.1", "r1.1.3.3"] and not notes
     assert [(one.turn, one.way, one.snapshot, one.operations) for one in kept.values()] == [
-        (1, "copy", "r1.1.1", 1),
-        (2, "same", "r1.1.1", 1),
-        (3, "copy", "r1.1.3", 2),
+        (1, "copy", "r1.1.3.1", 1),
+        (2, "same", "r1.1.3.1", 1),
+        (3, "copy", "r1.1.3.3", 2),
     ]
     # Of each turn: what was sampled, answered and appended, behind the prompt.
     assert [one.entries for one in kept.values()] == [4, 7, 10]
@@ -181,9 +181,9 @@ def test_who_takes_over_keeps_no_turn_twice_and_a_fork_none_that_it_shares():
     kept, _, _, _, _ = play(TURNS, log=log)
     stored = log.stored[: kept[2].entries]
     again, _, host, _, _ = play(TURNS[2:], log=Log(stored), store=Store(kept[1], kept[2]), resumed=1)
-    assert list(again) == [1, 2, 3] and host.names == ["r1.1.3"]
+    assert list(again) == [1, 2, 3] and host.names == ["r1.1.3.3"]
     forked, _, host, _, _ = play(TURNS[2:], log=Log(stored), origin=Origin(rollout="r0", turn=2))
-    assert list(forked) == [3] and host.names == ["r1.1.3"]
+    assert list(forked) == [3] and host.names == ["r1.1.3.3"]
 
 
 def test_seeds_of_forks_differ_from_those_of_what_they_left_and_of_each_other():

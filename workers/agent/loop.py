@@ -98,7 +98,9 @@ class AgentLoop:
                 return FinishReason.REPEATED_ACTIONS
             if number == limits.max_turns:
                 break
-            if compact and not self._leaves_room(answers) and await self._start_over(compact):
+            # What was done before is gone through as it was, whatever the room is now.
+            full = self._log.peek(Begun) if self._log.repeats else not self._leaves_room(answers)
+            if compact and full and await self._start_over(compact):
                 continue
             if not self.append(answers):
                 return FinishReason.CONTEXT_LENGTH

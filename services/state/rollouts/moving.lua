@@ -28,6 +28,7 @@ function operations.move(ask)
   if not stage_here(r, ask) then return false end
   though_full()
   write(r.id, {files = ask.files})
+  forget_absence(r.id)
   forget(r.id, 'node', 'sandbox')
   if r.state == 'ready' then move_ahead(r.id, 'ready') end
   if r.owner then write(r.id, {lease = now + REQUEUE_MS + LEASE_MS}) end

@@ -44,6 +44,7 @@ end
 
 local function write_rollout(rollout, request, tenant, at)
   local id, rank = rollout.id, exact(at - request.lift)
+  redis.call('DEL', KEY.checkpoints(id), KEY.turns(id, 1)) -- of one of that name whose record has expired
   write(id, {tenant = tenant, group = rollout.group, index = rollout.index, handler = request.handler,
     digest = request.digest, tags = table.concat(request.tags, ','), most_attempts = request.most_attempts,
     state = 'queued', attempt = 1, fence = 0, kicks = 0, created = now, updated = now, since = now,
