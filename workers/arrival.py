@@ -37,7 +37,8 @@ def carried(body: Body) -> Body:
     """A stage's own work, behind the arrival of files that it begins with; the trajectory tells of moves."""
 
     async def carry(run: StageRun) -> Finish:
-        """
+        """The stage.
+
         Raises:
             InfrastructureError: The files are gone or damaged, or no node can start a sandbox from them.
             StageTimeout: `Limits.init_timeout_s` passed before they had arrived.
