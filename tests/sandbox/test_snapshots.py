@@ -511,7 +511,8 @@ def test_what_is_kept_in_memory_is_not_taken(state):
 @pytest.mark.apptainer
 def test_who_begins_with_the_bash_of_an_agent_is_stopped_with_all_that_it_began(host):
     info = host.start(SandboxSpec(runtime="apptainer"))
-    bash = '#!/bin/sh\n(while :; do echo $((i+=1)) >/workspace/beat; done) & (exec sleep 999) &\nexec /bin/bash "$@"\n'
+    beat = "(while :; do echo x >/workspace/beat; done) & (exec sleep 999) &"
+    bash = f'#!/bin/sh\n{beat}\nexec /bin/bash "$@"\n'
     with SyncSandboxClient(info.socket) as client:
         client.write_file("/usr/local/sbin/bash", bash, 0o755)
         host.snapshot(info.id, "first")
@@ -519,10 +520,10 @@ def test_who_begins_with_the_bash_of_an_agent_is_stopped_with_all_that_it_began(
     with SyncSandboxClient(begun.socket) as client:
         assert client.bash("test -e /workspace/beat").exit_code == 0, "the bash that was begun is the agent's"
         host.snapshot(begun.id, "second", ends=True)
-    beat = host.state / "scratch" / begun.id / "workspace" / "beat"
-    before = beat.read_bytes(), beat.stat().st_mtime_ns
+    written = host.state / "scratch" / begun.id / "workspace" / "beat"
+    before = written.read_bytes(), written.stat().st_mtime_ns
     time.sleep(0.2)
-    assert (beat.read_bytes(), beat.stat().st_mtime_ns) == before
+    assert (written.read_bytes(), written.stat().st_mtime_ns) == before
 
 
 def test_a_copy_that_shares_blocks_is_the_same_too(tmp_path):
