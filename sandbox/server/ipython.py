@@ -37,6 +37,7 @@ class IPython:
         self._cells = 0
         self._lock = threading.Lock()  # held while a cell runs
         self._start_lock = threading.Lock()
+        self._birth_lock = threading.Lock()  # held while processes start that `_life` does not tell of yet
         self._running = None  # the life whose cell runs
         self._interrupted = False
         self._limit_exceeded = None  # to be told with the next result
@@ -88,6 +89,11 @@ class IPython:
     def pids(self):
         """Children of the server that are waited for here."""
         return self._life.pids() if self._life is not None else []
+
+    def all_pids(self):
+        """As `pids`, and those that were starting when this was asked; it waits for their start."""
+        with self._birth_lock:
+            return self.pids()
 
     # -- operations ----------------------------------------------
 
@@ -202,9 +208,10 @@ class IPython:
             pythons = self._pythons()
             for python in pythons:
                 try:
-                    self._life = life = KernelLife(
-                        python, self._directory, self._images, self._env, self._workspace, self._limits
-                    )
+                    with self._birth_lock:
+                        self._life = life = KernelLife(
+                            python, self._directory, self._images, self._env, self._workspace, self._limits
+                        )
                     wait_until_ready(life, hangup_fd)
                 except (NoPackages, FileNotFoundError, PermissionError):
                     continue

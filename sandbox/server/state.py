@@ -56,8 +56,8 @@ class State:
         text = self._shell.aside(SAVE, ASIDE_S)
         whole = isinstance(text, bytes) and text.endswith(DONE.encode())
         notes = self._shell.notes()
-        known = {self._shell.pid(), *self._ipython.pids()}
-        others = [pid for pid in proc.descendants(os.getpid()) if pid not in known]
+        alive = proc.descendants(os.getpid())  # before what is ours is asked for: a kernel may be starting
+        others = {*alive} - {self._shell.pid(), *self._ipython.all_pids()}
         variables = self._ipython.variables()
         notes["restarted"] = notes["restarted"] or not whole or bool(others)
         return {
