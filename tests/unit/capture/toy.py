@@ -48,7 +48,7 @@ class Toy:
         self.script: list[Turn] = []
         self.calls: list[ModelCall] = []
         self.bodies: list[bytes] = []
-        self.streams: list[bytes] = []
+        self.streams: list[bytearray] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -119,13 +119,13 @@ class Toy:
         response = web.StreamResponse(headers={"Content-Type": dialect.stream_type})
         await response.prepare(request)
         sent = bytearray()
+        self.streams.append(sent)  # at once: who read a stream to its end looks here before this goes on
         for piece in self._pieces(
             dialect.stream(call, answer.call_id, answer.created, 100 + number), turn, answer
         ):
             sent += piece
             if piece:
                 await response.write(piece)
-        self.streams.append(bytes(sent))
         await response.write_eof()
         return response
 
