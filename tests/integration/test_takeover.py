@@ -323,12 +323,12 @@ def test_the_time_limit_of_run_goes_on_where_another_worker_does(service):
     service.of_run(2)
     rollout_id = service.submit(lines=40, pause_s=0.5, run_timeout_s=16)
     service.await_turns(rollout_id, 6)
-    time.sleep(5.0)  # a half of the limit with these, however many turns that is
+    time.sleep(9.0)  # with these most of the limit, however many turns that is
     service.kill_holder(rollout_id)
     before = service.turns(rollout_id) // 3
     item = service.ended(rollout_id)
     assert (item.state, item.attempt, item.resumed, item.drop) == (State.TIMED_OUT, 1, 1, False)
-    assert item.metrics["turns"] <= before + 17, "of the other half; the whole limit would be 32"
+    assert item.metrics["turns"] <= before + 14, "of what is left, at two a second; the whole limit has 32"
     assert item.metrics["as_said"] == 1.0
 
 
