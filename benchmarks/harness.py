@@ -26,9 +26,11 @@ import psutil
 
 from rollout.schema import RolloutRequest
 from sandbox import paths
+from sandbox.client import SandboxClient
 from sandbox.host_client import HostClient
 from sandbox.images import ImageStore
 from sandbox.runtimes.apptainer import Apptainer
+from sandbox.spec import SandboxInfo, SandboxSpec
 from services.state import keys
 from tests.helpers.stack import NODE, Process, RedisServer, Stack, stop_all, wait_until
 
@@ -219,6 +221,16 @@ def private_host(state: Path, warm: int) -> Iterator[HostClient]:
         yield HostClient(state)
     finally:
         asyncio.run(HostClient(state).stop())
+
+
+async def first_output(host: HostClient, spec: SandboxSpec) -> SandboxInfo:
+    """A sandbox that has run its first command."""
+    info = await host.start(spec)
+    async with SandboxClient(info.socket) as client:
+        output = (await client.bash("echo hi")).output
+    if output != "hi\n":
+        raise RuntimeError(f"the first command in sandbox {info.id} printed {output!r} instead of 'hi'")
+    return info
 
 
 async def pool_is_full(host: HostClient, warm: int, used: int = 0) -> None:

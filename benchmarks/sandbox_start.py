@@ -29,7 +29,6 @@ import psutil
 
 from benchmarks import harness
 from sandbox import trees
-from sandbox.client import SandboxClient
 from sandbox.host_client import HostClient
 from sandbox.spec import SandboxInfo, SandboxSpec
 
@@ -68,7 +67,7 @@ class Bench:
     def time_start(self, host: HostClient) -> float:
         """Seconds from the request to the first output; the sandbox is ended, and the pool full after it."""
         began = time.perf_counter()
-        info = self._wait(first_output(host))
+        info = self._wait(harness.first_output(host, SPEC))
         seconds = time.perf_counter() - began
         if info.warm != (host is self.warm):
             raise RuntimeError(f"sandbox {info.id} was {'warm' if info.warm else 'cold'}, and should not be")
@@ -143,7 +142,7 @@ class Bench:
         return container
 
     def _start(self, count: int) -> list[SandboxInfo]:
-        return self._wait(at_once(first_output(self.cold) for _ in range(count)))
+        return self._wait(at_once(harness.first_output(self.cold, SPEC) for _ in range(count)))
 
     def _release(self, infos: list[SandboxInfo]) -> None:
         self._processes |= harness.family(info.pid for info in infos)
@@ -153,16 +152,6 @@ class Bench:
 async def at_once(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Results of them all."""
     return await asyncio.gather(*coroutines)
-
-
-async def first_output(host: HostClient) -> SandboxInfo:
-    """A sandbox that has run its first command."""
-    info = await host.start(SPEC)
-    async with SandboxClient(info.socket) as client:
-        output = (await client.bash("echo hi")).output
-    if output != "hi\n":
-        raise RuntimeError(f"the first command in sandbox {info.id} printed {output!r} instead of 'hi'")
-    return info
 
 
 def main(options: harness.Options) -> harness.Report:

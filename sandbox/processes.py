@@ -94,16 +94,16 @@ def above(pid: int, inner: int) -> tuple[list[int], int]:
     Raises ProcessLookupError when there is none.
     """
     below = descendants(pid)
-    for one in reversed(below):
+    for descendant in reversed(below):
         with contextlib.suppress(OSError, StopIteration):
-            status = Path(f"/proc/{one}/status").read_text(errors="replace").splitlines()
+            status = Path(f"/proc/{descendant}/status").read_text(errors="replace").splitlines()
             names = next(line for line in status if line.startswith("NSpid:")).split()
             if int(names[-1]) != inner:
                 continue
-            chain, parent = [], one
+            chain, parent = [], descendant
             while (fields := _stat(parent)) and (parent := int(fields[1])) in below:
                 chain.append(parent)
-            return chain[::-1], one
+            return chain[::-1], descendant
     raise ProcessLookupError(f"no process below {pid} is {inner} inside")
 
 

@@ -116,8 +116,8 @@ class Checkpoints:
             await self._log.flush()
             if self._before is None:
                 self._before = await ask(run.services.checkpoints.list, claim.rollout_id)
-                self._last = next((one for one in reversed(self._before) if one.snapshot), None)
-            if any(one.turn == kept.turn and not one.error for one in self._before):
+                self._last = next((earlier for earlier in reversed(self._before) if earlier.snapshot), None)
+            if any(earlier.turn == kept.turn and not earlier.error for earlier in self._before):
                 return
             if claim.sandbox is not None:
                 await self._keep_files(kept)

@@ -28,6 +28,7 @@ from rollout.schema import (
     Segment,
     Stage,
     State,
+    Trajectory,
     UpdateState,
 )
 from rollout.schema.agents import Receipt
@@ -64,17 +65,15 @@ def _grid(rows: Iterable[tuple[str, RenderableType]]) -> Table:
 def rollout_view(rollout: Rollout) -> RenderableType:
     """A rollout to read: facts, the conversation with its token counts, the outcome."""
     parts: list[RenderableType] = [_heading(rollout), _grid(_facts(rollout)), Text()]
-    chains = rollout.trajectory.chains if rollout.trajectory else []
-    branch = rollout.trajectory.branch if rollout.trajectory else None
-    shared = branch.tokens if branch else 0
-    for number, chain in enumerate(chains):
+    trajectory = rollout.trajectory or Trajectory()
+    chains, branch = trajectory.chains, trajectory.branch
+    for number, (chain, shared) in enumerate(zip(chains, trajectory.shared_ids, strict=True)):
         if len(chains) > 1:
             whose = f" ({chain.policy}, {chain.model})" if chain.policy else ""
             rule = Rule(f"chain {number}: {chain.role}{whose}", style="dim")
             parts.append(Constrain(rule, 80))  # a pipe is very wide
-        own = chain.policy is None
-        parts += _conversation(chain.segments, shared if own else 0, branch.turn if branch and own else 0)
-        shared -= min(shared, len(chain.token_ids)) if own else 0
+        turn = branch.turn if branch and chain.policy is None else 0
+        parts += _conversation(chain.segments, shared, turn)
         for message in chain.texts:
             heading = Text(message.role, style=f"bold {ROLE_STYLE[message.role]}")
             parts += [
@@ -111,12 +110,10 @@ def _facts(rollout: Rollout) -> list[tuple[str, RenderableType]]:
     ]
     if origin := rollout.request.origin:
         branch = rollout.trajectory.branch if rollout.trajectory else None
-        text = (
-            f", {branch.tokens} tokens shared, {branch.sampled_tokens} of them sampled there"
-            if branch
-            else ""
-        )
-        rows.append(("branched", Text(f"from {origin.rollout} at turn {origin.turn}{text}")))
+        text = f"from {origin.rollout} at turn {origin.turn}"
+        if branch:
+            text += f", {branch.tokens} tokens shared, {branch.sampled_tokens} of them sampled there"
+        rows.append(("branched", Text(text)))
     if rollout.sandbox:
         box = rollout.sandbox
         text = f"{box.runtime} on {box.node}, image {box.image or '–'}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout import __version__
-from rollout.exports.steps import Step, agent_of, facts, file_name, iso, shared_ids, steps_of, timed
+from rollout.exports.steps import Step, agent_of, facts, file_name, iso, steps_of, timed
 from rollout.schema import Chain, Rollout, Trajectory
 from rollout.schema.agents import CallRecord
 
@@ -27,7 +27,7 @@ def trajectory(rollout: Rollout) -> dict[str, Any]:
     last = len(record.chains) - 1
     talks = [
         steps_of(chain, record.unread if n == last else (), shared)
-        for n, (chain, shared) in enumerate(zip(record.chains, shared_ids(record), strict=True))
+        for n, (chain, shared) in enumerate(zip(record.chains, record.shared_ids, strict=True))
     ]
     whole = sum(step.prompt for talk in talks for step in talk) <= MOST_PROMPT_IDS
     parts = [_part(rollout, record, number, talk, whole) for number, talk in enumerate(talks)]

@@ -12,7 +12,7 @@ from typing import Any
 from zipfile import ZIP_DEFLATED, ZipFile
 
 from rollout import __version__
-from rollout.exports.steps import Step, agent_of, end_of, facts, file_name, iso, shared_ids, stage, steps_of
+from rollout.exports.steps import Step, agent_of, end_of, facts, file_name, iso, stage, steps_of
 from rollout.schema import Chain, Message, Rollout, Trajectory
 
 VERSION = 2
@@ -28,7 +28,7 @@ MOST_CHARS = 1000
 def sample(rollout: Rollout, epoch: int) -> dict[str, Any]:
     """A rollout as an `EvalSample`, ready for `json.dumps`."""
     record, task = rollout.trajectory or Trajectory(), rollout.request.task
-    shared = shared_ids(record)[-1] if record.own else 0
+    shared = record.shared_ids[-1] if record.own else 0
     steps = steps_of(record.own[-1] if record.own else Chain(), record.unread, shared)
     calls = [step for step in steps if step.sampled.segments]
     prompt = [_messages(step)[0] for step in steps[: steps.index(calls[0])]] if calls else []

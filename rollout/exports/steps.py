@@ -43,7 +43,7 @@ def steps_of(chain: Chain, unread: Iterable[Message] = (), shared: int = 0) -> l
     """The conversation of a chain, then what no call has read. Answers are with the calls of the tools.
 
     Args:
-        shared: Ids of its beginning that a fork has of another rollout; see `shared_ids`.
+        shared: Ids of its beginning that a fork has of another rollout; see `Trajectory.shared_ids`.
     """
     steps: list[Step] = []
     # What another chain sampled is given here, under the id of its call.
@@ -61,16 +61,6 @@ def steps_of(chain: Chain, unread: Iterable[Message] = (), shared: int = 0) -> l
         prompt += len(segment.token_ids)
     _add(steps, [*chain.texts, *unread], False)
     return steps
-
-
-def shared_ids(trajectory: Trajectory) -> list[int]:
-    """Of each chain the ids that a fork has of the rollout that it left."""
-    left, shared = trajectory.branch.tokens if trajectory.branch else 0, []
-    for chain in trajectory.chains:
-        length = sum(len(segment.token_ids) for segment in chain.segments) if chain.policy is None else 0
-        shared.append(min(left, length))
-        left -= shared[-1]
-    return shared
 
 
 def _add(steps: list[Step], messages: Iterable[Message], copied: bool) -> None:

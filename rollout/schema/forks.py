@@ -120,9 +120,9 @@ class Checkpoint(BaseModel):
     """So many model calls, and what tools answered to them, are shared."""
     at: float
     """When it was taken, seconds since the epoch."""
-    way: Literal["none", "same", "copy", "reflink", "packed"] = "none"
-    """How the sandbox's files were kept: there are none, they are those of the checkpoint before, they were
-    copied, without or with the file system's help, or packed into one file, as many small ones are."""
+    way: Literal["none", "same", "copy", "reflink"] = "none"
+    """How the sandbox's files were kept: there are none, they are those of the checkpoint before, or they
+    were copied, without or with the file system's help."""
     node: str | None = None
     """That keeps the files; None = there are none."""
     bytes: int = 0

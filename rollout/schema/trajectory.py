@@ -271,6 +271,16 @@ class Trajectory(BaseModel):
         return [chain for chain in self.chains if chain.policy is None]
 
     @property
+    def shared_ids(self) -> list[int]:
+        """Of each chain the number of ids that a fork has of the rollout that it left."""
+        left, shared = self.branch.tokens if self.branch else 0, []
+        for chain in self.chains:
+            length = sum(len(segment.token_ids) for segment in chain.segments) if chain.policy is None else 0
+            shared.append(min(left, length))
+            left -= shared[-1]
+        return shared
+
+    @property
     def chain(self) -> Chain:
         """The agent's last chain, the one that reached the end of the rollout.
 

@@ -79,7 +79,7 @@ class Ledger:
         """
         deadline = time.monotonic() + wait_s
         with self._lock:
-            running = {n: one for n, one in self._operations.items() if not one.ended.is_set()}
+            running = {n: each for n, each in self._operations.items() if not each.ended.is_set()}
         for operation in running.values():
             operation.ended.wait(max(0, deadline - time.monotonic()))
         with self._lock:
@@ -93,7 +93,8 @@ class Ledger:
     def state(self):
         """For :meth:`seed` of another sandbox. Nothing may run."""
         with self._lock:
-            kept = [[n, one.digest(), one.reply] for n, one in self._operations.items() if one.ended.is_set()]
+            ended = {n: each for n, each in self._operations.items() if each.ended.is_set()}
+            kept = [[number, operation.digest(), operation.reply] for number, operation in ended.items()]
             counts = {"fence": self._fence, "last": self._last, "known": self._known}
             return dict(counts, outcomes=kept, abandoned=sorted(self._abandoned))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from typing import Any
 
 from sandbox.spec import SnapshotInfo
@@ -10,11 +11,12 @@ SNAPSHOT_TIMEOUT_S = 900.0
 FORGET_TIMEOUT_S = 60.0
 
 
-class SnapshotRequests:
+class SnapshotRequests(abc.ABC):
     """Of the node's own and of packed ones."""
 
+    @abc.abstractmethod
     async def _request(self, request: dict[str, Any], timeout: float) -> dict[str, Any]:
-        raise NotImplementedError
+        """One request to the host."""
 
     async def snapshot(
         self, sandbox_id: str, name: str, *, owner: str = "", wait_s: float = 0.0, ends: bool = False

@@ -94,11 +94,11 @@ async def unpack(runtime: Runtime, launch: Launch, source: io.FileIO, parts: lis
 @functools.cache
 def shares_blocks(place: Path) -> bool:
     """Whether files in that directory can be copied without copying what is in them."""
-    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=place) as one:
-        one.write(bytes(4096))
-        one.flush()
-        with tempfile.TemporaryFile(dir=place) as other:
-            fcntl.ioctl(other.fileno(), FICLONE, one.fileno())
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=place) as original:
+        original.write(bytes(4096))
+        original.flush()
+        with tempfile.TemporaryFile(dir=place) as copy:
+            fcntl.ioctl(copy.fileno(), FICLONE, original.fileno())
             return True
     return False
 
@@ -139,11 +139,9 @@ def _refuse_links(runtime: Runtime, launch: Launch) -> None:
     for name in READ_OUTSIDE:
         place = _place(launch, UPPER) / name
         info = place.lstat() if os.path.lexists(place) else None
-        if (
-            info
-            and not stat.S_ISCHR(info.st_mode)
-            and not (stat.S_ISREG(info.st_mode) and info.st_size < MIB)
-        ):
+        if info is None or stat.S_ISCHR(info.st_mode):  # it is as in the image, or removed
+            continue
+        if not stat.S_ISREG(info.st_mode) or info.st_size >= MIB:
             raise SnapshotError(f"/{name} is no file of a usual size")
     binds = runtime.all_binds(launch)
     own = {bind.target: bind.source for bind in binds if bind.source.parent == launch.scratch}
@@ -182,9 +180,7 @@ async def _run(runtime: Runtime, command: list[str], cwd: Path, **streams: int) 
         assert process.stderr is not None
         words = b""
         async with asyncio.timeout(COPY_S):
-            while said := await process.stderr.read(
-                1 << 16
-            ):  # perhaps a complaint for each of a million files
+            while said := await process.stderr.read(1 << 16):  # a complaint for each of a million files
                 words = (words + said)[:WORDS_BYTES]
             code = await process.wait()
     except BaseException as error:

@@ -89,7 +89,7 @@ class Still:
             self.go_on()
 
     def _look(self) -> list[_Process]:
-        found, front = [], [(self._pid, True)]
+        seen, front = [], [(self._pid, True)]
         while front:
             parent, still = front.pop(0)
             for pid in processes.children(parent):
@@ -97,9 +97,9 @@ class Still:
                     front.append((pid, True))
                     continue
                 process = _process(pid, still)
-                found.append(process)
+                seen.append(process)
                 front.append((pid, process.is_still(deep=False)))
-        return found
+        return seen
 
 
 def _process(pid: int, below_still: bool) -> _Process:

@@ -50,16 +50,16 @@ class Store:
 
     def open(self) -> None:
         """Find what an earlier host kept; remove what it had not finished."""
-        found = []
+        manifests = []
         for place in self.place.glob("*"):
             try:
                 if place.name.startswith(UNFINISHED):
                     raise SnapshotError("it was not finished")
-                found.append((place, read((place / MANIFEST).read_bytes())))
+                manifests.append((place, read((place / MANIFEST).read_bytes())))
             except (OSError, SnapshotError) as error:
                 log.warning("snapshot %s is removed: %s", place, error)
                 self._remove(place)
-        for place, manifest in sorted(found, key=lambda entry: entry[1].taken_at):
+        for place, manifest in sorted(manifests, key=lambda entry: entry[1].taken_at):
             self._add(place, manifest)
 
     def begin(self, owner: int | None) -> Path:

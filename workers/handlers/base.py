@@ -140,8 +140,9 @@ class AgentHandler(ABC, Generic[TaskT]):
     are done again; of RUN, method `run` is called again and gets what it got, up to the turn that was
     reached. A `run` that is the default may always be."""
     survives: ClassVar[Literal["files", "nothing"]] = "files"
-    """What of a sandbox is enough to go on with on another node when its own ends: its files, directory and
-    exported variables, or, as where processes count, nothing: then the rollout begins anew."""
+    """What of a sandbox is enough to go on with on another node when its own ends: its files, and
+    directory, variables and functions of its shell, or, as where processes count, nothing: then the rollout
+    begins anew."""
 
     @property
     def repeats(self) -> set[Stage]:

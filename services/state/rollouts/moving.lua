@@ -9,16 +9,16 @@ end
 
 -- {node}: those that wait for its workers. `driven`: a program in the sandbox is at work on it.
 function operations.waiting(ask)
-  local found = {}
+  local items = {}
   for _, its in ipairs(waiting_for({ask.node})) do
     local r = read(its.id, 'sandbox', 'handler', 'survives', 'ms_run')
-    found[#found + 1] = {rollout_id = r.id, attempt = tonumber(r.attempt), fence = tonumber(r.fence),
+    items[#items + 1] = {rollout_id = r.id, attempt = tonumber(r.attempt), fence = tonumber(r.fence),
       stage = awaited(r), begun = r.state ~= 'ready', sandbox = r.sandbox or '', handler = r.handler,
       survives = r.survives or '',
       run_ms = tonumber(r.ms_run or '0'),
       driven = r.state == 'running' and redis.call('EXISTS', KEY.capture(r.id, r.attempt)) == 1}
   end
-  return {waiting = found}
+  return {waiting = items}
 end
 
 -- {id, node, fence, files, bytes}: its files are away, packed, and its message is the caller's to send; false: it does

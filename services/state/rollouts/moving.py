@@ -56,8 +56,8 @@ class MovingStore:
 
     def waiting(self, node: str) -> list[Waiting]:
         """Rollouts that wait for this node's workers; what is lost first where there is no time is last."""
-        found = [Waiting(**item) for item in self._do("waiting", node=node)["waiting"]]
-        return sorted(found, key=lambda item: (item.begun, item.run_ms), reverse=True)
+        items = [Waiting(**item) for item in self._do("waiting", node=node)["waiting"]]
+        return sorted(items, key=lambda item: (item.begun, item.run_ms), reverse=True)
 
     def move(self, item: Waiting, node: str, path: Path, size: int) -> bool:
         """Its files are in a file that other nodes see: it waits for any of them. False: it does not wait for
