@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -104,6 +105,15 @@ def images(monkeypatch) -> Iterator[Path]:
     monkeypatch.setenv("ROLLOUT_SANDBOX_IMAGE_ROOTS", str(place))
     yield place
     shutil.rmtree(place)
+
+
+@pytest.fixture
+def shared(monkeypatch) -> Iterator[Path]:
+    """A place for packed snapshots."""
+    place = new_state()
+    monkeypatch.setenv("ROLLOUT_SNAPSHOT_DIR", str(place))
+    yield place
+    subprocess.run(["rm", "-rf", place], check=True)
 
 
 @pytest.fixture

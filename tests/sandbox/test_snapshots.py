@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import io
-import json
 import os
 import signal
 import subprocess
-import tarfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,14 +16,14 @@ from sandbox.client import SandboxClient
 from sandbox.config import HostConfig
 from sandbox.connection import Address
 from sandbox.containers import Containers
-from sandbox.errors import NotAllowed, SandboxGone, SandboxRequestError, SnapshotError
+from sandbox.errors import SandboxRequestError, SnapshotError
 from sandbox.host_client import HostClient
 from sandbox.layer import Layer
 from sandbox.runtimes import RUNTIMES, Launch
 from sandbox.snapshots import copying, keeper, store
-from sandbox.spec import BindSpec, Limits, SandboxInfo, SandboxSpec
+from sandbox.spec import SandboxInfo, SandboxSpec
 from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
-from tests.helpers.sandboxes import never_begun, new_state
+from tests.helpers.sandboxes import never_begun
 from tests.sandbox.conftest import THREADS, run, why_not
 
 # What an agent can leave behind, in a directory of its own and among the image's.
@@ -121,15 +116,6 @@ def layer_of(info: SandboxInfo) -> Layer:
     return Layer(Address.parse(info.socket))
 
 
-@pytest.fixture
-def shared(monkeypatch) -> Iterator[Path]:
-    """A place for packed ones."""
-    place = new_state()
-    monkeypatch.setenv("ROLLOUT_SNAPSHOT_DIR", str(place))
-    yield place
-    subprocess.run(["rm", "-rf", place], check=True)
-
-
 def test_what_is_kept_is_in_the_next_one_and_both_go_on(host, runtime):
     info = host.start(SandboxSpec(runtime=runtime, owner="me", env={"A": "1"}))
     with SyncSandboxClient(info.socket) as client:
@@ -199,164 +185,6 @@ def test_what_runs_goes_on_as_if_nothing_had_been(host):
         assert (result.output, result.exit_code, result.suspended) == ("0\n", 0, False)
         jobs = client.bash("jobs").output
         assert "Stopped" in jobs.splitlines()[0] and "Running" in jobs.splitlines()[1], jobs
-
-
-BUSY = {
-    "swaps": "mkdir d; while :; do mv d r; ln -s / d; rm d; ln -s ../../.. d; rm d; mv r d; done",
-    "forks": r"""python3 -c '
-import os, signal
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-while True:
-    try:
-        if os.fork() and os.getpid() % 5: os._exit(0)
-    except OSError: pass
-' """,
-    "comet": "python3 -c 'import os\nwhile True:\n  if os.fork(): os._exit(0)'",
-    "continues": """python3 -c '
-import os, signal, threading
-def wake():
-    while True: os.kill(-1, signal.SIGCONT)
-for _ in range(4): threading.Thread(target=wake).start()' & yes >/dev/null""",
-    "pipes": "mkfifo p; ln p q; cat <p",
-    # Who has a timer wake him is stopped and runs, and is stopped again when one looks.
-    "wakes": r"""head -c 60M /dev/zero >z; python3 -c '
-import ctypes, os, signal
-class Event(ctypes.Structure):
-    _fields_ = [("v", ctypes.c_void_p), ("signal", ctypes.c_int), ("rest", ctypes.c_int * 13)]
-kind, timer, soon = Event(None, signal.SIGCONT), ctypes.c_void_p(), (ctypes.c_long * 4)(0, 0, 0, 20_000_000)
-libc = ctypes.CDLL(None)
-libc.timer_create(1, ctypes.byref(kind), ctypes.byref(timer))
-while not libc.timer_settime(timer, 0, soon, None): os.kill(os.getpid(), signal.SIGSTOP)
-'""",
-}
-
-
-@pytest.mark.parametrize("kind", BUSY)
-def test_no_agent_that_is_busy_wins(shared_state, anything, kind):
-    """It stands still or there is no snapshot; either way nothing of the machine is in it and all goes on."""
-    host = SyncHostClient(shared_state)
-    info = host.start(SandboxSpec(runtime=anything, limits=Limits(processes=100)))
-    with SyncSandboxClient(info.socket) as client:
-        client.bash(f"({BUSY[kind]}) >/dev/null 2>&1 & sleep 0.5")
-        taken = 0
-        for number in range(3):
-            try:
-                assert host.snapshot(info.id, f"{kind}{number}", owner=kind).seconds < 10
-                taken += 1
-            except SnapshotError as error:
-                assert "still" in str(error)
-        if kind != "comet":  # who leaves nobody to be stopped may get away, and is not copied
-            assert bool(taken) == (kind != "wakes")
-        result = client.bash("echo works; kill -9 $!", timeout=60)
-        if kind == "forks" and result.limit_exceeded:  # it was as full as this allows for too long
-            result = client.bash("echo works")
-        assert result.output.startswith("works")
-    files = [path for path in (shared_state / "snapshots").rglob("*") if not path.is_symlink()]
-    assert len(files) < 200 * 3 and not [path for path in files if path.name == "shadow"]
-    assert not (shared_state / info.id / "still").exists()
-    assert host.forget_snapshots(kind) == taken
-    assert host.release(info.id)
-
-
-@pytest.mark.apptainer
-def test_what_it_left_for_the_next_boot_does_nothing(host, shared, images, monkeypatch):
-    """The image's walls have to hold for what an agent made of it, too."""
-    monkeypatch.setenv("ROLLOUT_SANDBOX_BINDS", f"{images}:ro,{shared}:ro")
-    with pytest.raises(NotAllowed, match="which no sandbox may show"):
-        host.start(SandboxSpec(runtime="apptainer", binds=(BindSpec(str(shared), "/data"),)))
-    info = host.start(SandboxSpec(runtime="apptainer", binds=(BindSpec(str(images), "/data/x/y"),)))
-    with SyncSandboxClient(info.socket) as client:
-        client.bash(
-            "echo /tmp/evil.so >/etc/ld.so.preload; rm -rf /.singularity.d; mkdir -p /.singularity.d/env"
-        )
-        client.bash("echo touch /tmp/ran >/.singularity.d/env/9.sh")
-        for name, show in (("files", "ls /tmp /.singularity.d/env"), ("link", "ls -A /.singularity.d")):
-            host.snapshot(info.id, name)
-            client.bash("rm -rf /.singularity.d; touch ran; ln -s /workspace /.singularity.d")
-            begun = host.start(SandboxSpec(snapshot=name))
-            with SyncSandboxClient(begun.socket) as other:
-                result = other.bash(
-                    f"{show}; cat /etc/ld.so.preload; ls -d /data/x/y; grep Seccomp: /proc/1/status"
-                )
-            assert "evil" not in result.output and "ran" not in result.output
-            assert result.output.endswith("/data/x/y\nSeccomp:\t2\n")
-            assert not [*(host.state / "scratch" / begun.id / "overlay/upper/.singularity.d").iterdir()]
-        for replaced in ("mv /data/x /data/z && ln -s /workspace /data/x", "rm /data/x && echo >/data/x"):
-            assert client.bash(replaced).exit_code == 0
-            host.snapshot(info.id, "trap")
-            with pytest.raises(SnapshotError, match="/data/x/y cannot be shown in it"):
-                host.start(SandboxSpec(snapshot="trap"))
-    assert len([*(host.state / "scratch").iterdir()]) == host.stats()["known"]
-
-
-def test_a_file_from_elsewhere_writes_nowhere_else(host, shared):
-    """`local-unsafe` has no wall but the program that unpacks."""
-    info = host.start(SandboxSpec(runtime="local-unsafe"))
-    good = shared / "good.tar"
-    host.snapshot(info.id, str(good))
-    with good.open("rb", buffering=0) as file:
-        about = copying.packed_manifest(file)
-    aim = shared / "aim"
-    aim.mkdir()
-
-    def packed(name: str, text: bytes, *members: tuple[str, bytes, str]) -> str:
-        with tarfile.open(shared / name, "w", format=tarfile.PAX_FORMAT) as archive:
-            for path, kind, leads in ((copying.MANIFEST, tarfile.REGTYPE, ""), *members):
-                member = tarfile.TarInfo(path)
-                content = text if path == copying.MANIFEST else b"evil"
-                member.type, member.linkname, member.mode = kind, leads, 0o755
-                member.size = len(content) if kind == tarfile.REGTYPE else 0
-                archive.addfile(member, io.BytesIO(content))
-        return str(shared / name)
-
-    every = [(part, tarfile.DIRTYPE, "") for part in json.loads(about)["parts"]]
-    for members in (
-        [("workspace/../../../evil", tarfile.REGTYPE, "")],
-        [(f"{aim}/evil", tarfile.REGTYPE, "")],
-        [("workspace/a", tarfile.SYMTYPE, str(aim)), ("workspace/a/evil", tarfile.REGTYPE, "")],
-        [("workspace/a", tarfile.SYMTYPE, "../../../.."), ("workspace/a/evil", tarfile.REGTYPE, "")],
-        [("workspace/a", tarfile.LNKTYPE, str(good)), ("workspace/a", tarfile.REGTYPE, "")],
-        [("workspace", tarfile.SYMTYPE, str(aim)), ("workspace/evil", tarfile.REGTYPE, "")],
-        [("workspace", tarfile.SYMTYPE, str(aim))],
-    ):
-        with contextlib.suppress(SnapshotError):
-            begun = host.start(SandboxSpec(snapshot=packed("bad.tar", about, *every, *members)))
-            assert not (host.state / "scratch" / begun.id / "workspace").is_symlink()
-            host.release(begun.id)
-        assert [*aim.iterdir()] == [] and not [*host.state.rglob("evil")] and not [*shared.rglob("evil")]
-        assert good.read_bytes()[:100].startswith(copying.MANIFEST.encode())
-    newer = json.dumps(json.loads(about) | {"version": 2}).encode()
-    elsewhere = json.dumps(json.loads(about) | {"parts": ["../.."]}).encode()
-    for text in (newer, elsewhere, b"{}", b"no", b"x"):
-        with pytest.raises(SnapshotError, match=r"not known here|damaged"):
-            host.start(SandboxSpec(snapshot=packed("bad.tar", text, *every)))
-    (shared / "short.tar").write_bytes(good.read_bytes()[:3000])
-    (shared / "empty.tar").write_bytes(b"")
-    (shared / "link.tar").symlink_to(good)
-    os.mkfifo(shared / "pipe.tar")
-    for name in ("short", "empty", "link", "pipe", "absent"):
-        with pytest.raises(SnapshotError):
-            host.start(SandboxSpec(snapshot=f"{shared}/{name}.tar"))
-    assert [entry["id"] for entry in host.list()] == [info.id]
-    (shared / "out").symlink_to("/tmp")
-    for name in (
-        "",
-        "-x",
-        "a/b",
-        "..",
-        "/etc/x.tar",
-        f"{shared}/x",
-        f"{shared}/out/x.tar",
-        f"{shared}/../x.tar",
-    ):
-        with pytest.raises(SandboxRequestError, match="no name, and no path"):
-            host.snapshot(info.id, name)
-    host.snapshot(info.id, str(shared / "link.tar"))  # in the place of the link
-    assert not (shared / "link.tar").is_symlink()
-    with pytest.raises(SandboxGone):
-        host.snapshot("00000000", "x")
-    with pytest.raises(SandboxRequestError, match="given no others"):
-        host.start(SandboxSpec(snapshot=str(good), files={"a": "b"}))
 
 
 def test_quota_restart_and_retention(state, monkeypatch):
@@ -509,24 +337,6 @@ def test_what_is_kept_in_memory_is_not_taken(state):
     assert snapshots.stats()["snapshots_failed"] == 1
     with pytest.raises(SandboxRequestError, match="incomplete request"):
         run(snapshots.answer({"op": "snapshot", "id": 1}))
-
-
-@pytest.mark.apptainer
-def test_who_begins_with_the_bash_of_an_agent_is_stopped_with_all_that_it_began(host):
-    info = host.start(SandboxSpec(runtime="apptainer"))
-    beat = "(while :; do echo x >/workspace/beat; done) & (exec sleep 999) &"
-    bash = f'#!/bin/sh\n{beat}\nexec /bin/bash "$@"\n'
-    with SyncSandboxClient(info.socket) as client:
-        client.write_file("/usr/local/sbin/bash", bash, 0o755)
-        host.snapshot(info.id, "first")
-    begun = host.start(SandboxSpec(snapshot="first"))
-    with SyncSandboxClient(begun.socket) as client:
-        assert client.bash("test -e /workspace/beat").exit_code == 0, "the bash that was begun is the agent's"
-        host.snapshot(begun.id, "second", ends=True)
-    written = host.state / "scratch" / begun.id / "workspace" / "beat"
-    before = written.read_bytes(), written.stat().st_mtime_ns
-    time.sleep(0.2)
-    assert (written.read_bytes(), written.stat().st_mtime_ns) == before
 
 
 def test_a_copy_that_shares_blocks_is_the_same_too(tmp_path):
