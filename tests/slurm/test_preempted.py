@@ -22,11 +22,11 @@ ROLLOUTS = SLURM("rollouts while nodes are preempted", short=24, long=200)
 NODES = SLURM("nodes", short=2, long=4)
 PREEMPTIONS = SLURM("nodes that are preempted, one after the other", short=1, long=4)
 STEPS = SLURM("turns with a tool", short=4, long=6)
-PAUSE_S = SLURM("seconds of each", short=1.0, long=8.0)
+PAUSE_S = SLURM("seconds of each", short=4.0, long=8.0)
 CROWD = SLURM("small files in one sandbox of so many", short=(2000, 8), long=(20_000, 40))
 AT_ONCE = 16
 """Rollouts of a node that are in RUN."""
-ENOUGH = AT_ONCE // 2
+ENOUGH = SLURM("of them before the node is taken", short=6, long=8)
 ENGINE = (
     f"{sys.executable} -m tests.helpers.fake_engine --host {{host}} --port {{port}} --tokenizer {DEMO_MODEL} "
     "--script tests.slurm.handlers:build"
