@@ -10,6 +10,7 @@ import asyncio
 import collections
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+BURST_S, MEMORY_S = 1.0, 60.0
+"""As many are kept ready as were asked for within the first, at the busiest within the second."""
 FIRST_BACK_OFF_S = 5.0
 MOST_BACK_OFF_S = 300.0
 
@@ -48,7 +51,13 @@ class Shelf:
     """The warm sandboxes of one kind."""
 
     count: int = 0
-    """How many shall be ready."""
+    """How many shall be ready at least."""
+    recent: collections.deque[float] = dataclasses.field(default_factory=collections.deque)
+    """When the last were taken or missed, `time.monotonic()`; those of the last `BURST_S`."""
+    most: int = 0
+    """How many these were at the busiest of late."""
+    busiest: float = 0.0
+    """`time.monotonic()`; when that was."""
     last_asked: float = 0.0
     """`time.monotonic()`."""
     ready: collections.deque[Container] = dataclasses.field(default_factory=collections.deque)
@@ -56,6 +65,18 @@ class Shelf:
     failures: int = 0
     not_before: float = 0.0
     """`time.monotonic()`; after failed starts."""
+
+    def note_demand(self, now: float) -> None:
+        """Count one more that was asked for."""
+        self.recent.append(now)
+        while now - self.recent[0] > BURST_S:
+            self.recent.popleft()
+        if len(self.recent) >= self.most or now - self.busiest > MEMORY_S:
+            self.most, self.busiest = len(self.recent), now
+
+    def wanted(self, now: float) -> int:
+        """How many shall be ready: what the next burst would take if it is like the last ones."""
+        return max(self.count, self.most if now - self.busiest <= MEMORY_S else 0)
 
 
 class WarmPool:
@@ -87,13 +108,17 @@ class WarmPool:
         return None
 
     def asked(self, kind: Kind, count: int | None = None) -> None:
-        """Note the demand; `count` ready ones are kept from now on (default: what the node keeps)."""
-        count = self._config.warm if count is None else min(count, self._config.warm_total)
+        """Note the demand; `count` ready ones are kept from now on (default: what the node keeps), or more
+        where more are in demand.
+        """
         if self._closed or self._config.warm == 0:
             return
         shelf = self._shelves.setdefault(kind, Shelf())
-        shelf.count = max(shelf.count, count)
         shelf.last_asked = time.monotonic()
+        if count is None:
+            shelf.note_demand(shelf.last_asked)
+            count = self._config.warm
+        shelf.count = max(shelf.count, min(count, self._config.warm_total))
         self.tidy()
 
     def ready(self) -> int:
@@ -101,33 +126,31 @@ class WarmPool:
         return sum(len(shelf.ready) for shelf in self._shelves.values())
 
     def tidy(self) -> None:
-        """Drop the dead and the unwanted, and start what is missing, the kind asked for last first."""
+        """Drop the dead and the unwanted, and start what is missing, the kind asked for last first.
+
+        Where all kinds want more than the node keeps, each has its share of that.
+        """
         now = time.monotonic()
         for kind, shelf in list(self._shelves.items()):
             for container in [c for c in shelf.ready if c.ending is not None or c.exited.is_set()]:
                 shelf.ready.remove(container)
             if now - shelf.last_asked > self._config.warm_idle_s:
-                while shelf.ready:
-                    self._discard(shelf.ready.popleft())
-                if not shelf.starting:
+                shelf.count = shelf.most = 0
+                if not shelf.starting and not shelf.ready:
                     del self._shelves[kind]
         by_demand = sorted(self._shelves.items(), key=lambda item: -item[1].last_asked)
-        room = self._config.warm_total
+        total = self._config.warm_total
+        wanted = max(total, sum(shelf.wanted(now) for shelf in self._shelves.values()))
+        # One at a time: starting ahead must not take the slots of those who wait.
+        may_start = not (self._closed or self._is_busy() or any(shelf.starting for _, shelf in by_demand))
+        room = total
         for kind, shelf in by_demand:
-            room -= len(shelf.ready) + shelf.starting
-            while room < 0 and shelf.ready and shelf is not by_demand[0][1]:
+            share = min(room, math.ceil(total * shelf.wanted(now) / wanted))
+            room -= share
+            while len(shelf.ready) > share:
                 self._discard(shelf.ready.popleft())
-                room += 1
-            # One at a time: starting ahead must not take the slots of those who wait.
-            if (
-                not self._closed
-                and not self._is_busy()
-                and not any(any_shelf.starting for _, any_shelf in by_demand)
-                and len(shelf.ready) < shelf.count
-                and room > 0
-                and now >= shelf.not_before
-                and now - shelf.last_asked <= self._config.warm_idle_s
-            ):
+            if may_start and len(shelf.ready) < share and now >= shelf.not_before:
+                may_start = False
                 shelf.starting += 1
                 task = asyncio.create_task(self._fill(kind, shelf))
                 self._tasks.add(task)

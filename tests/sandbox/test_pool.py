@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import shutil
 import tempfile
 import time
@@ -132,7 +133,7 @@ def test_nothing_is_started_ahead_while_somebody_waits_for_a_start(monkeypatch):
     run(scenario())
 
 
-def test_the_kind_asked_for_last_takes_the_place_of_others_beyond_the_total(monkeypatch):
+def test_kinds_that_want_more_than_is_kept_have_a_share_each(monkeypatch):
     ahead = Ahead(monkeypatch, works=itertools.repeat(True), warm_total=3)
 
     async def scenario():
@@ -141,7 +142,27 @@ def test_the_kind_asked_for_last_takes_the_place_of_others_beyond_the_total(monk
         await ahead.ask("b")
         assert ahead.pool.ready() == 3 and ahead.discarded == ["a1"]  # no more than it takes
         await ahead.ask("b", count=100)
-        assert ahead.pool.ready() == 3 and ahead.discarded == ["a1", "a2"]
+        assert ahead.pool.ready() == 3 and ahead.discarded == ["a1"]  # a wants two and b three
+        await ahead.ask("a")
+        assert ahead.pool.ready() == 3 and len(ahead.discarded) == 2  # who asked last has the larger part
+
+    run(scenario())
+
+
+def test_as_many_are_kept_as_the_last_bursts_took(monkeypatch):
+    ahead = Ahead(monkeypatch, works=itertools.repeat(True), warm_total=12)
+
+    async def scenario():
+        for _ in range(9):
+            await ahead.ask("a")
+        await ahead.wait(1)
+        assert ahead.pool.ready() == 9
+        await ahead.wait(20)
+        await ahead.ask("a")  # a single one does not make it forget
+        await ahead.wait(20)
+        assert ahead.pool.ready() == 9
+        await ahead.wait(60)
+        assert ahead.pool.ready() == 2
 
     run(scenario())
 
@@ -218,6 +239,11 @@ def test_many_claims_at_once_each_get_a_sandbox_of_their_own(host, spec):
     assert sum(info.warm for info in infos) >= 2
 
 
+def first_process(state: Path, sandbox_id: str) -> int:
+    """As the host has written it down."""
+    return json.loads((state / "records" / f"{sandbox_id}.json").read_text())["pid"]
+
+
 def test_warm_ones_that_nobody_asks_for_are_ended_by_the_host(pool, spec, state):
     host = pool(warm_idle_s=8)
     host.release(host.start(spec).id)
@@ -228,10 +254,10 @@ def test_warm_ones_that_nobody_asks_for_are_ended_by_the_host(pool, spec, state)
         return host.stats()["warm"] == 2
 
     wait_until(asked_for, 120, "two warm sandboxes")
-    ids = [path.name for path in (state / "scratch").iterdir()]
+    pids = [first_process(state, path.name) for path in (state / "scratch").iterdir()]
     warm(host, 0)
     wait_until(lambda: not list((state / "scratch").iterdir()), 120, "what they wrote to be gone")
-    assert not any(processes.with_variable("ROLLOUT_SANDBOX_ID", name) for name in ids)
+    assert len(pids) == 2 and not any(map(processes.start_time, pids))
 
 
 def test_a_warm_one_that_died_is_not_given(host, spec, state):
@@ -239,7 +265,8 @@ def test_a_warm_one_that_died_is_not_given(host, spec, state):
     for directory in list((state / "scratch").iterdir()):
         if directory.name not in claimed:
             # From outside: nothing inside can.
-            processes.send(processes.with_variable("ROLLOUT_SANDBOX_ID", directory.name))
+            pid = first_process(state, directory.name)
+            processes.send([pid, *processes.descendants(pid)])
     info = host.start(spec)
     with SyncSandboxClient(info.socket) as client:
         assert client.bash("echo fine").output == "fine\n"
