@@ -20,7 +20,7 @@ from sandbox.errors import SandboxRequestError, SandboxStartError
 from sandbox.images.environment import docker_environment
 from sandbox.records import Record
 from sandbox.runtimes import RUNTIMES, Launch, Runtime
-from sandbox.runtimes.launcher import Started
+from sandbox.runtimes.template import Clone
 from sandbox.spec import Limits, SandboxInfo, SandboxSpec
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Container:
     """Without it the server answers nobody."""
     pid: int | None = None
     """The runtime's first process; a child of ours unless adopted."""
-    process: subprocess.Popen | Started | None = None
+    process: subprocess.Popen | Clone | None = None
     """None before the boot and for one that was adopted."""
     start_time: int | None = None
     protected: list[int] = dataclasses.field(default_factory=list)
@@ -101,24 +101,24 @@ class Container:
             *self.runtime.python(self.launch),
             *("-BES", f"{places.payload}/start.py", f"{places.private}/config"),
         ]
-        our_end, server_end = socket.socketpair()
-        with our_end, server_end, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(self.launch.socket))
             listener.listen(64)
             try:
                 async with self._starting:
                     if self.ending is not None:
                         raise SandboxStartError("it was released before")
-                    await connection.in_thread(self._start, on_start, command, server_end)
+                    stdin = await connection.in_thread(self._start, on_start, command)
             except (OSError, SandboxStartError) as error:
                 raise SandboxStartError(f"cannot start {self.runtime.name}: {error}") from error
             assert self.pid is not None and self.process is not None
-            # Sent and not inherited: the runtime's own processes inside keep what they inherit, and an agent
-            # could take it from them.
-            # The key with it: what a file says, or a descriptor that stays, an agent could read later.
-            socket.send_fds(our_end, [self.key.encode()], [listener.fileno()])
-        self.start_time = processes.start_time(self.pid)
-        on_pid(self)
+            with stdin:
+                self.start_time = processes.start_time(self.pid)
+                on_pid(self)  # before it goes on, so that a host that ends here leaves nothing unknown
+                # Sent and not inherited: the runtime's own processes inside keep what they inherit, and an
+                # agent could take it from them.
+                # The key with it: what a file says, or a descriptor that stays, an agent could read later.
+                socket.send_fds(stdin, [self.key.encode()], [listener.fileno()])
         _, self.tail = await asyncio.get_running_loop().connect_read_pipe(_Tail, self.process.stderr)
         with self.process.stdout as stdout:
             try:
@@ -143,12 +143,13 @@ class Container:
         self.see_memory(shell)
         self.ready = True
 
-    def _start(self, on_start: Any, command: list[str], stdin: socket.socket) -> None:
-        """Known as soon as it runs, for whoever waits for that may have given up."""
+    def _start(self, on_start: Any, command: list[str]) -> socket.socket:
+        """Known as soon as it runs, for whoever waits for that may have given up. A socket to its input."""
         on_start(self)
         self._write_config()
-        self.process = self.runtime.start(self.launch, command, stdin)
+        self.process, stdin = self.runtime.start(self.launch, command)
         self.pid = self.process.pid
+        return stdin
 
     def see_memory(self, pid: int) -> None:
         """Have the watchdog see what is kept in memory as files, if `pid` is inside and open to us."""

@@ -32,6 +32,7 @@ from sandbox.pool import Kind, WarmPool
 from sandbox.records import Record, Records, boot_id, now
 from sandbox.room import shortages
 from sandbox.runtimes import Launch, Runtime
+from sandbox.runtimes.template import Clone
 from sandbox.snapshots import Snapshots
 from sandbox.spec import Fate, SandboxInfo, SandboxSpec
 
@@ -46,7 +47,7 @@ MOST_ENDING = 16  # beyond, who ends one waits for it: sandboxes must not come f
 SETUP_TIMEOUT_S = 10.0
 FATES_KEPT = 1000
 COUNTS = (
-    *("started", "claimed_warm", "failed", "released"),
+    *("started", "claimed_warm", "cloned", "failed", "released"),
     *("expired", "died", "limited", "node", "adopted", "swept"),
 )
 
@@ -135,6 +136,7 @@ class Containers:
             try:
                 await self.snapshots.fill(container)
                 await container.boot(self.equipment.hold_images, self._write_record)
+                self.counts["cloned"] += isinstance(container.process, Clone)
                 if kind.ipython:
                     await self._ask(container, {"op": "ipython_warm"})
             except BaseException:
@@ -172,7 +174,7 @@ class Containers:
             container.spec = spec
             container.deadline = now() + spec.max_lifetime_s
             container.put_files(spec.files)
-            if spec.env or warm:  # a warm one has to show that it is alive
+            if spec.env:
                 await self._ask(container, {"op": "setup", "env": spec.env})
             await self.snapshots.restore(container)
             if container.is_over():
@@ -232,7 +234,7 @@ class Containers:
         while self._all:
             await self._release_all(list(self._all))
         self.equipment.close()
-        for name in ("records", "scratch", "payload"):
+        for name in ("records", "scratch", "payload", "template"):
             await self._remove(trees.remove, self.state / name)
 
     def end_for(self, container: Container, reason: str, kind: str) -> None:
@@ -301,6 +303,7 @@ class Containers:
                         )
                 self.pool.tidy()
                 self.snapshots.tidy()
+                self.equipment.tidy()
             except Exception:
                 log.exception("the janitor stumbled")  # and looks after the others all the same
             if guarding is None or guarding.done():

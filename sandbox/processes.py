@@ -115,6 +115,14 @@ def pid_namespace(pid: int) -> str | None:
         return None
 
 
+def is_init(pid: int) -> bool:
+    """Whether it is the first process of a PID namespace below ours."""
+    with contextlib.suppress(OSError):
+        names = re.search(rb"^NSpid:(.*)$", _read(pid, "status"), re.MULTILINE)
+        return names is not None and names[1].split()[1:][-1:] == [b"1"]
+    return False
+
+
 def with_variable(name: str, value: str) -> list[int]:
     """Processes started with `name=value` in their environment (only those whose environment we may read)."""
     variable = f"{name}={value}".encode()

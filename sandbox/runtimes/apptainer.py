@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import marshal
 import os
 import shutil
 import socket
@@ -16,13 +17,20 @@ from pathlib import Path
 
 from sandbox import paths, payload
 from sandbox.errors import RuntimeUnavailable, SandboxStartError
-from sandbox.runtimes.base import Bind, Launch, Places, Runtime
-from sandbox.runtimes.launcher import Launcher, Started
+from sandbox.runtimes.base import PROCESSORS, Bind, Launch, Places, Runtime
+from sandbox.runtimes.template import Clone, Template
+from sandbox.server import writable_root
 
 log = logging.getLogger(__name__)
 
+SWITCHES = "/proc/sys"
+MARSHAL_VERSION = 2  # every Python reads it, whatever its own is
 OURS, THEIRS, MEMORY = "an overlay with userxattr", "Apptainer's own overlay", "a tmpfs"
 """What keeps the changes to an image; directories of it can only be removed under ours."""
+
+
+NONE_FAILED, MOST_FAILURES = -1, 3
+"""Of clones. Once one has worked, another one's failure is its own; before, so many are tried."""
 
 
 class Apptainer(Runtime):
@@ -33,7 +41,8 @@ class Apptainer(Runtime):
     def __init__(self) -> None:
         super().__init__()
         self._upper = OURS
-        self._launcher: Launcher | None = None
+        self._template: Template | None = None
+        self._failures = 0
         self._starting = threading.Lock()
 
     def program(self) -> str | None:
@@ -59,18 +68,68 @@ class Apptainer(Runtime):
         behind = [] if self._upper != OURS else [*_writable_root(launch), *self._mount(launch), "--"]
         return [*behind, *self._exec(launch, command)]
 
-    def start(self, launch: Launch, command: list[str], stdin: socket.socket) -> subprocess.Popen | Started:
-        """With the overlay of ours, by a process that has Python running already."""
+    def start(self, launch: Launch, command: list[str]) -> tuple[subprocess.Popen | Clone, socket.socket]:
+        """A clone of the template where that can be: what is shown in it lies in what the template shows."""
         if self._upper != OURS:
             self._refuse_links(launch)
-            return super().start(launch, command, stdin)
-        script = tuple(_writable_root(launch))
-        mount, argv = self._mount(launch), self._exec(launch, command)
+        elif self._failures < MOST_FAILURES and (template := self._template_of(launch)):
+            try:
+                started = template.clone(self._request(launch, command[-1]))
+                self._failures = NONE_FAILED
+                return started
+            except SandboxStartError as error:
+                if self._failures == NONE_FAILED:
+                    raise  # for others it works, so it is this one's fault
+                self._failures += 1
+                log.warning("a sandbox is started without a template: %s", error)
+        return super().start(launch, command)
+
+    def _template_of(self, launch: Launch) -> Template | None:
+        """The node's one template, if it can serve this sandbox."""
+        own = launch.rootfs, launch.interpreter, launch.payload
+        if self.has_cgroups or launch.network != "none" or None in own:
+            return None
         with self._starting:
-            if self._launcher is None or self._launcher.command != script:
+            if self._template is None or not self._template.is_current():
                 self.close()
-                self._launcher = Launcher(script, **self.as_user())
-            return self._launcher.start(mount, argv, self.environment(launch), stdin)
+                home = launch.make_home_of_template(self.run_as)
+                shown = [path for path in (launch.state, *self.shows) if self._can_show(path)]
+                self._template = Template(
+                    self._exec_template(launch, shown), _environment(home), shown, **self.as_user()
+                )
+            template = self._template
+        return template if all(map(template.shows, (*own, *(bind.source for bind in launch.binds)))) else None
+
+    def _can_show(self, path: Path) -> bool:
+        closed = not os.access(path, os.X_OK) if self.run_as is None else paths.closed_to_others(path)
+        return path.is_dir() and not closed and not set(":,") & set(str(path))
+
+    def _request(self, launch: Launch, config: str) -> bytes:
+        lower, overlay, *points = self._mount(launch)
+        binds = [(str(bind.source), bind.target, bind.read_only) for bind in self.all_binds(launch)]
+        if self._owns_switches:
+            binds.append((SWITCHES, SWITCHES, True))
+        request = {"lower": lower, "overlay": overlay, "points": [*points, "/dev"]}
+        return marshal.dumps({**request, "binds": binds, "config": config}, MARSHAL_VERSION)
+
+    @property
+    def _owns_switches(self) -> bool:
+        """Uid 0 owns the kernel's switches although it has no capabilities; see paths.sandbox_user."""
+        return self.run_as is None and os.geteuid() == 0
+
+    def _exec_template(self, launch: Launch, shown: list[Path]) -> list[str]:
+        """`apptainer exec` of the base image, in no namespace in which clones would end with it."""
+        places, interpreter = self.places(launch), launch.interpreter
+        flags = ["--userns", "--contain", "--no-init", "--no-home", "--cleanenv", "--no-privs"]
+        flags += ["--no-mount", "sys,bind-paths,tmp", "--pwd", "/"]
+        for path in shown:
+            flags += ["--bind", f"{path}:{path}"]
+        flags += ["--bind", f"{launch.payload}:{places.payload}:ro"]
+        flags += ["--bind", f"{interpreter}:{places.interpreter}:ro"]
+        if PROCESSORS.is_dir():
+            flags += ["--bind", f"{PROCESSORS}:{PROCESSORS}:ro"]
+        command = [*self.python(launch), "-BES", f"{places.payload}/template.py", f"{launch.state}/"]
+        return [str(self.program()), "-q", "exec", *flags, str(interpreter.parent), *command]
 
     def _refuse_links(self, launch: Launch) -> None:
         """Apptainer mounts where they lead: our code in the agent's reach, or what is bound over our code."""
@@ -83,11 +142,16 @@ class Apptainer(Runtime):
                     f"image {launch.rootfs} has a link at {place}, which only {OURS} can replace; remove it"
                 )
 
+    def tidy(self) -> None:
+        """Wait for a template that has ended."""
+        if self._template is not None:
+            self._template.tidy()
+
     def close(self) -> None:
-        """End that process."""
-        if self._launcher is not None:
-            self._launcher.close()
-            self._launcher = None
+        """End the template."""
+        if self._template is not None:
+            self._template.close()
+            self._template = None
 
     def _mount(self, launch: Launch) -> list[str]:
         """What `writable_root.py` mounts: the image, the overlay, and places to mount on."""
@@ -118,9 +182,8 @@ class Apptainer(Runtime):
             flags.append("--writable-tmpfs")
         if launch.network == "none":
             flags += ["--net", "--network", "none"]
-        if self.run_as is None and os.geteuid() == 0:
-            # Uid 0 owns these although it has no capabilities; see paths.sandbox_user.
-            flags += ["--bind", "/proc/sys:/proc/sys:ro"]
+        if self._owns_switches:
+            flags += ["--bind", f"{SWITCHES}:{SWITCHES}:ro"]
         if self.has_cgroups and launch.limits is not None:
             flags += ["--memory", f"{launch.limits.memory_mb}M"]
             flags += ["--pids-limit", str(launch.limits.processes)]
@@ -182,16 +245,27 @@ class Apptainer(Runtime):
         return place.exists() or not place.parent.is_dir() or place.parent.stat().st_uid == owner
 
     def environment(self, launch: Launch) -> dict[str, str]:
-        """Keeps Apptainer's own files out of the user's home, which is shared between nodes on a cluster. It
-        lives for a moment, so it need not collect garbage: that takes a tenth of a start.
-        """
-        names = ("APPTAINER_CONFIGDIR", "APPTAINER_CACHEDIR", "SINGULARITY_CONFIGDIR", "SINGULARITY_CACHEDIR")
-        return super().environment(launch) | dict.fromkeys(names, str(launch.scratch)) | {"GOGC": "off"}
+        """With a home of Apptainer's own."""
+        return super().environment(launch) | _environment(launch.scratch)
+
+
+def _environment(home: Path) -> dict[str, str]:
+    """Keeps Apptainer's own files out of the user's home, which nodes of a cluster share. Apptainer lives for
+    a moment, so it need not collect garbage: that takes a tenth of a start.
+    """
+    names = (
+        "HOME",
+        "APPTAINER_CONFIGDIR",
+        "APPTAINER_CACHEDIR",
+        "SINGULARITY_CONFIGDIR",
+        "SINGULARITY_CACHEDIR",
+    )
+    return {"PATH": paths.tool_path(), "LANG": "C.UTF-8", "GOGC": "off"} | dict.fromkeys(names, str(home))
 
 
 @functools.cache
 def _text_of_writable_root() -> str:
-    return Path(__file__).with_name("writable_root.py").read_text()
+    return Path(writable_root.__file__).read_text()
 
 
 def _writable_root(launch: Launch) -> list[str]:

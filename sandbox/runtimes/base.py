@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sandbox import paths, payload, processes, trees
 from sandbox.errors import RuntimeUnavailable
-from sandbox.runtimes.launcher import Started
+from sandbox.runtimes.template import Clone
 from sandbox.spec import Limits
 
 PROBE_TIMEOUT_S = 30.0
@@ -109,6 +109,14 @@ class Launch:
         """Holds what is private to this sandbox: the directories of `SCRATCH_MODES`."""
         return self.state / "scratch" / self.id
 
+    def make_home_of_template(self, owner: int | None) -> Path:
+        """Make a directory for what the runtime itself writes when it starts a template, and return it."""
+        home = self.state / "template"
+        home.mkdir(exist_ok=True, mode=0o700)
+        if owner is not None:
+            os.chown(home, owner, owner)
+        return home
+
     def make_directories(self, owner: int | None) -> None:
         """Make the private directories of the sandbox, owned by `owner`."""
         self.scratch.parent.mkdir(exist_ok=True)
@@ -141,6 +149,8 @@ class Runtime(abc.ABC):
         """uid and gid to start as (we are root then); None = our own."""
         self.missing_isolation: list[str] = []
         """What this runtime does not enforce here, in words."""
+        self.shows: tuple[Path, ...] = ()
+        """Directories beside the host's own in which images lie, and what may be bound."""
         self.has_cgroups = False
         """Whether each sandbox gets a cgroup of its own, so that its limits are hard."""
 
@@ -217,21 +227,29 @@ class Runtime(abc.ABC):
         loaded = [*payload.loader(launch.interpreter, self.places(launch).interpreter)]
         return [*loaded, f"{self.places(launch).interpreter}/bin/python3"]
 
-    def start(self, launch: Launch, command: list[str], stdin: socket.socket) -> subprocess.Popen | Started:
-        """Start a sandbox as a direct child, in a session of its own. Blocks; called in a thread.
+    def start(self, launch: Launch, command: list[str]) -> tuple[subprocess.Popen | Clone, socket.socket]:
+        """Start a sandbox as a child, in a session of its own; returns it and a socket to its input.
+
+        Blocks; called in a thread.
 
         Raises OSError, SandboxStartError.
         """
-        return subprocess.Popen(
-            self.argv(launch, command),
-            env=self.environment(launch),
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd="/",
-            start_new_session=True,
-            **self.as_user(),
-        )
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            process = subprocess.Popen(
+                self.argv(launch, command),
+                env=self.environment(launch),
+                stdin=theirs,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                cwd="/",
+                start_new_session=True,
+                **self.as_user(),
+            )
+        return process, ours
+
+    def tidy(self) -> None:  # noqa: B027 (most start nothing but sandboxes)
+        """Wait for what has ended of all that the runtime keeps ready."""
 
     def close(self) -> None:  # noqa: B027 (most keep nothing)
         """Let go of what the runtime keeps ready to start sandboxes; those that run are not touched."""
@@ -243,6 +261,8 @@ class Runtime(abc.ABC):
         outside cleans up its mounts (killed first, it would leave them behind). Empty = nothing but `pid` is
         there.
         """
+        if processes.is_init(pid):
+            return [pid]
         own = processes.pid_namespace(os.getpid())
         below = processes.children(pid)
         return [child for child in below if processes.pid_namespace(child) != own] or below

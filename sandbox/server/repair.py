@@ -4,7 +4,6 @@ In a container all files are the agent's own, system files of the image included
 accident, or to escape being scored.
 """
 
-import contextlib
 import os
 import stat
 
@@ -34,8 +33,10 @@ def write_private(path, text):
 def open_root():
     """Let the root be entered again where the agent has closed it: nothing could be opened or started."""
     if not os.access("/", os.X_OK):
-        with contextlib.suppress(OSError):  # what then cannot be done says so itself
+        try:
             os.chmod("/", 0o755)
+        except OSError:
+            pass  # what then cannot be done says so itself
 
 
 def usable_directory(places):

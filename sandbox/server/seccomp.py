@@ -19,6 +19,7 @@ PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 KEYCTL_JOIN_SESSION_KEYRING = 1
 ALLOW, ERRNO = 0x7FFF0000, 0x00050000
 
+INSTRUCTION_BYTES = 8
 LOAD, JUMP, EQUAL, ABOVE, ANY_BIT, RETURN = 0x20, 0x05, 0x15, 0x25, 0x45, 0x06
 """Operations of the kernel's filter machine (linux/bpf_common.h), each with a constant as operand."""
 NUMBER, ARCHITECTURE = 0, 4
@@ -146,6 +147,11 @@ PERSONALITY, PERSONALITY_ASK = 0x0040000 | 0x0020000 | 0x8, 0xFFFFFFFF
 # Of System V: segments that nobody maps and semaphores are counted by nothing. 4,096 segments of this size
 # are 256 MiB, and databases (PostgreSQL: 56 bytes) need no more.
 SEGMENT_BYTES, SEMAPHORES = 64 << 10, 32
+
+
+_assembled = {}
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
 
 
 def _refuse(number):
@@ -288,16 +294,23 @@ def program(machine, building=False, pretended=()):
     return [*instructions, _ALLOW]
 
 
+def assembled(building=False):
+    """The filter for this machine as the kernel reads it, made once."""
+    if building not in _assembled:
+        instructions = program(os.uname().machine, building)
+        _assembled[building] = b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
+    return _assembled[building]
+
+
 def load(building=False, no_new_privs=True):
     """Hold this process and all that it will start to the filter, for good. Call it before making threads.
 
     `no_new_privs`: also that no setuid program gives them more rights; without it only root may load one.
     Raises OSError where the kernel has no filters.
     """
-    instructions = program(os.uname().machine, building)
-    code = b"".join(struct.pack("=HBBI", *instruction) for instruction in instructions)
+    code = assembled(building)
     buffer = ctypes.create_string_buffer(code, len(code))
-    header = struct.pack("HxxxxxxP", len(instructions), ctypes.addressof(buffer))
+    header = struct.pack("HxxxxxxP", len(code) // INSTRUCTION_BYTES, ctypes.addressof(buffer))
     if no_new_privs:
         prctl(PR_SET_NO_NEW_PRIVS, 1)
     prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header)
@@ -313,15 +326,12 @@ def join_own_keyring():
     if os.uname().machine not in MACHINES:
         return False
     number = NUMBERS["keyctl"][MACHINES.index(os.uname().machine)]
-    libc = ctypes.CDLL(None)
-    libc.syscall.restype = ctypes.c_long
-    return libc.syscall(ctypes.c_long(number), ctypes.c_long(KEYCTL_JOIN_SESSION_KEYRING), None) > 0
+    return _libc.syscall(ctypes.c_long(number), ctypes.c_long(KEYCTL_JOIN_SESSION_KEYRING), None) > 0
 
 
 def prctl(option, value, pointer=None):
     """`prctl(2)`; raises OSError."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, ctypes.c_ulong(value), pointer, ctypes.c_ulong(0), ctypes.c_ulong(0)) != 0:
+    if _libc.prctl(option, ctypes.c_ulong(value), pointer, ctypes.c_ulong(0), ctypes.c_ulong(0)) != 0:
         number = ctypes.get_errno()
         raise OSError(number, "prctl(%d): %s" % (option, os.strerror(number)))
 

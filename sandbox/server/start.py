@@ -27,7 +27,11 @@ def main(config_path):
     """Serve until killed."""
     prefer_us_when_memory_is_short()
     with open(config_path, "rb") as file:
-        config = marshal.load(file)
+        serve(marshal.load(file))
+
+
+def serve(config):
+    """The same, of a process that is the sandbox's first."""
     if config["walls"]:
         put_up_walls()
     check_binds(config["binds"])
@@ -86,6 +90,8 @@ def take_listener():
     source = _socket.socket(fileno=os.dup(0))
     key, messages, _, _ = source.recvmsg(64, _socket.CMSG_SPACE(FD_BYTES))
     source.close()
+    if not messages:
+        raise SystemExit("whoever starts sandboxes has ended")
     for level, kind, data in messages:
         if (level, kind) == (_socket.SOL_SOCKET, _socket.SCM_RIGHTS):
             listener = int.from_bytes(data[:FD_BYTES], sys.byteorder)

@@ -17,11 +17,12 @@ from types import ModuleType
 import pytest
 
 import sandbox.server
+from sandbox import processes
 from sandbox.container import Container
 from sandbox.runtimes import RUNTIMES, Launch
 from sandbox.spec import Limits, SandboxSpec
 
-FURNITURE = {"host.sock", "host.lock", "host.log", "start.lock", "payload", "snapshots"}
+FURNITURE = {"host.sock", "host.lock", "host.log", "start.lock", "payload", "snapshots", "template"}
 """What belongs to the host itself and not to any sandbox."""
 PER_SANDBOX = ("records", "scratch")
 """Directories of the host with one entry a sandbox."""
@@ -81,7 +82,7 @@ def require_apptainer() -> None:
 
 
 def processes_of(directory: Path) -> list[str]:
-    """Processes whose command line names something inside the directory, the host itself left out."""
+    """Processes whose command line names something inside the directory, but the host and its template."""
     traces = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -90,6 +91,8 @@ def processes_of(directory: Path) -> list[str]:
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
+        if "/sbx/template.py" in command and not processes.is_init(int(entry.name)):
+            continue
         if f"{directory}/" in command and "sandbox.host" not in command:
             traces.append(f"process {entry.name}: {command[:200]}")
     return traces
@@ -97,9 +100,7 @@ def processes_of(directory: Path) -> list[str]:
 
 def kill_from_outside(pid: int) -> None:
     """End a sandbox as a fault of the node would; `pid`: its runtime's, as `SandboxInfo` has it."""
-    from sandbox import processes
-
-    processes.send(processes.descendants(pid) or [pid])
+    processes.send([pid] if processes.is_init(pid) else processes.descendants(pid) or [pid])
 
 
 def leftovers(directory: Path) -> list[str]:

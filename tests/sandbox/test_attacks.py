@@ -94,6 +94,7 @@ def victim(node) -> Iterator[Victim]:
         yield Victim(host, state, shared, info, client)
     assert [trace for trace in leftovers(state) if info.id in trace] == []
     assert not processes.with_variable("ROLLOUT_SANDBOX_ID", info.id)
+    assert processes.start_time(info.pid) is None
 
 
 # -- too much of everything ----------------------------------------------
@@ -252,7 +253,10 @@ def own_processes(victim: Victim) -> list[int]:
 def server_of(victim: Victim) -> int:
     for usage in processes.usages(victim.info.pid):
         command = Path(f"/proc/{usage.pid}/cmdline").read_bytes().split(b"\0")
-        if any(part.endswith(b"/start.py") for part in command) and b"--chdir" not in command:
+        if (
+            any(part.endswith((b"/start.py", b"/template.py")) for part in command)
+            and b"--chdir" not in command
+        ):
             return usage.pid
     raise AssertionError("no server")
 
@@ -287,7 +291,8 @@ import ctypes, os, socket
 def server():
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            if b"/start.py" in open(f"/proc/{pid}/cmdline", "rb").read(): yield int(pid)
+            command = open(f"/proc/{pid}/cmdline", "rb").read()
+            if b"/start.py" in command or b"/template.py" in command: yield int(pid)
         except OSError: pass
 libc = ctypes.CDLL(None, use_errno=True)
 PTRACE_ATTACH, PIDFD_OPEN, PIDFD_GETFD = 16, 434, 438
@@ -346,6 +351,7 @@ def test_a_server_that_is_killed_from_outside_ends_the_sandbox_with_all_that_out
     assert fate.kind == "died"
     victim.host.release(victim.info.id)  # waits for the end that the host has begun itself
     assert not processes.with_variable("ROLLOUT_SANDBOX_ID", victim.info.id)
+    assert processes.start_time(victim.info.pid) is None
 
 
 def test_a_stopped_server_does_not_keep_the_sandbox(victim):

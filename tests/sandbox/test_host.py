@@ -69,6 +69,7 @@ def assert_gone(state: Path, info: SandboxInfo, pids: list[int]) -> None:
         assert time.monotonic() < deadline, f"processes {alive} are left"
         time.sleep(0.01)
     assert not processes.with_variable("ROLLOUT_SANDBOX_ID", info.id)
+    assert processes.start_time(info.pid) is None
     assert not [path for path in state.rglob("*") if info.id in path.name]
     assert not Path(Address.parse(info.socket).path).exists()
 
@@ -347,7 +348,7 @@ def test_owner_release_takes_only_the_owners(host, anything):
 
 def test_a_sandbox_that_dies_is_cleaned_up(state, host, anything):
     info = host.start(SandboxSpec(runtime=anything))
-    processes.send(processes.children(info.pid))
+    kill_from_outside(info.pid)
     until(host.stats, lambda stats: stats["died"])
     host.release(info.id)  # waits for the end that the host has begun itself
     assert_gone(state, info, [info.pid])

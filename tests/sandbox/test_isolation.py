@@ -14,7 +14,7 @@ import pytest
 
 from sandbox import paths, trees
 from sandbox.errors import SandboxError, SandboxRequestError
-from sandbox.runtimes import writable_root
+from sandbox.server import writable_root
 from sandbox.spec import BindSpec, SandboxSpec
 from tests.helpers.blocking import SyncHostClient, SyncSandboxClient, sandbox_of
 from tests.helpers.sandboxes import new_state

@@ -20,7 +20,7 @@ from sandbox import binds, processes, trees
 from sandbox.config import AllowedBind, HostConfig, Range
 from sandbox.containers import Containers
 from sandbox.errors import SandboxError, SandboxRequestError
-from sandbox.runtimes import writable_root
+from sandbox.server import writable_root
 from sandbox.spec import BindSpec, Limits
 from tests.helpers.sandboxes import never_begun
 from tests.sandbox.conftest import Watching, run
