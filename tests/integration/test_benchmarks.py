@@ -64,14 +64,9 @@ KEYS = {
     },
     "ipython_latency": {"speedup_vs_gateway_acking_at_once", "p50_ms"},
     "sandbox_start": {
-        *(
-            "cold_ratio_to_exec",
-            "cold_ratio_to_exec_output",
-            "warm_ratio_to_exec",
-            "warm_ratio_to_exec_output",
-        ),
-        *("starts_ratio_to_exec", "starts_per_s", "execs_per_s", "held_mb_per_sandbox", "leftovers"),
-        *("cold_p50_ms", "warm_p50_ms", "exec_p50_ms", "exec_output_p50_ms", "end_p50_ms"),
+        *(f"{start}_ratio_to_exec{end}" for start in ("cold", "cloned", "warm") for end in ("", "_output")),
+        *("starts_ratio_to_exec", "starts_per_s", "execs_per_s", "held_100_mb", "leftovers"),
+        *(f"{name}_p50_ms" for name in ("cold", "cloned", "warm", "exec", "exec_output", "end")),
     },
     "fairness": {"share_error_max", "small_wait_p99_ratio", "placements_ratio"},
     "routing": {
