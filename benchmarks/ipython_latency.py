@@ -1,9 +1,11 @@
-"""Time of one IPython cell, `1+1`: our sandbox, and Jupyter's Kernel Gateway with a websocket, in one run.
+"""Time of one IPython cell, `1+1`: our sandbox, a bare blocking jupyter_client, and Jupyter's Kernel Gateway
+with a websocket, in one run.
 
-Ours is SandboxClient.ipython in an Apptainer sandbox; the gateway runs on this machine, outside of any
-container, and its client acknowledges at once (TCP_QUICKACK), which is its best: docs/benchmarks.md says
-why. They take turns of ten cells, in each round with a fresh sandbox and a fresh gateway; a result is lost
-when the call returns without it.
+Ours is SandboxClient.ipython in an Apptainer sandbox; the others run on this machine, outside of any
+container. The bare client speaks to its kernel over ipc; the gateway's acknowledges at once (TCP_QUICKACK),
+which is its best: docs/benchmarks.md says why. They take turns of ten cells, in each round with a fresh
+sandbox, kernel and gateway; a cell is over at `idle` and `execute_reply`, and a result is lost when it is not
+there then.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from pathlib import Path
 
 import aiohttp
 import httpx
+from jupyter_client.manager import KernelManager
 
 from benchmarks import harness
 from sandbox.client import SandboxClient
@@ -34,6 +37,7 @@ Cell = Callable[[], str]
 TURN = 10
 CODE, RESULT = "1+1", "2"
 START_S, CELL_S = 120.0, 60.0
+HOMES = ("HOME", "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
 
 
 def sandbox_cell(stack: ExitStack, runner: asyncio.Runner, host: HostClient) -> Cell:
@@ -46,12 +50,36 @@ def sandbox_cell(stack: ExitStack, runner: asyncio.Runner, host: HostClient) -> 
     return lambda: runner.run(client.ipython(CODE, CELL_S)).output.strip().rpartition(" ")[2]
 
 
+def bare_cell(stack: ExitStack, directory: Path) -> Cell:
+    """Cells in a kernel of a bare blocking client over ipc; `directory` is for all its files."""
+    env = dict.fromkeys(HOMES, str(directory)) | {"PATH": os.environ["PATH"]}
+    manager = KernelManager(transport="ipc", ip=f"{directory}/k", connection_file=f"{directory}/k.json")
+    manager.start_kernel(env=env, extra_arguments=["--Kernel._execute_sleep=0"])  # half a millisecond a cell
+    stack.callback(manager.shutdown_kernel, now=True)
+    client = manager.blocking_client()
+    client.start_channels()
+    stack.callback(client.stop_channels)
+    client.wait_for_ready(START_S)
+
+    def run_cell() -> str:
+        number, result, state = client.execute(CODE, store_history=False), "", ""
+        while state != "idle":
+            message = client.get_iopub_msg(timeout=CELL_S)
+            if message["parent_header"].get("msg_id") == number:
+                state = message["content"].get("execution_state")
+                result = message["content"].get("data", {}).get("text/plain", result)
+        while client.get_shell_msg(timeout=CELL_S)["parent_header"].get("msg_id") != number:
+            pass
+        return result
+
+    return run_cell
+
+
 def gateway_cell(stack: ExitStack, runner: asyncio.Runner, directory: Path) -> Cell:
     """Cells in a kernel of a gateway of our own on a free loopback port; `directory` is for all its files."""
     token, port = secrets.token_hex(16), free_port()
     url, headers = f"http://127.0.0.1:{port}/api/kernels", {"Authorization": f"token {token}"}
-    names = ("HOME", "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR")
-    env = dict.fromkeys(names, str(directory)) | {"PATH": os.environ["PATH"], "KG_AUTH_TOKEN": token}
+    env = dict.fromkeys(HOMES, str(directory)) | {"PATH": os.environ["PATH"], "KG_AUTH_TOKEN": token}
     argv = [sys.executable, "-m", "kernel_gateway", "--ip=127.0.0.1", f"--port={port}"]
     process = harness.Process("kernel_gateway", argv, directory, env)
     stack.callback(process.kill)
@@ -94,7 +122,7 @@ async def _run_cell(websocket: aiohttp.ClientWebSocketResponse) -> str:
 
 
 def main(options: harness.Options) -> harness.Report:
-    seconds: dict[str, list[float]] = {"ours": [], "gateway": []}
+    seconds: dict[str, list[float]] = {"ours": [], "bare_client": [], "gateway": []}
     lost = dict.fromkeys(seconds, 0)
 
     def time_cell(name: str) -> float:
@@ -106,11 +134,13 @@ def main(options: harness.Options) -> harness.Report:
     with harness.private_directory() as directory, harness.private_host(directory / "host", warm=0) as host:
         for number in range(options.rounds):
             files = directory / str(number)
-            files.mkdir()
+            for name in ("bare", "gateway"):
+                (files / name).mkdir(parents=True)
             with asyncio.Runner() as runner, ExitStack() as stack:
                 cells = {
                     "ours": sandbox_cell(stack, runner, host),
-                    "gateway": gateway_cell(stack, runner, files),
+                    "bare_client": bare_cell(stack, files / "bare"),
+                    "gateway": gateway_cell(stack, runner, files / "gateway"),
                 }
                 methods = {name: partial(time_cell, name) for name in cells}
                 for method in methods.values():
@@ -121,6 +151,7 @@ def main(options: harness.Options) -> harness.Report:
             cell_ms = {name: harness.spread_ms(values) for name, values in seconds.items()}
             harness.say(f"round {number + 1}: {cell_ms}")
     results = {
+        "ratio_to_bare_client": cell_ms["ours"]["p50_ms"] / cell_ms["bare_client"]["p50_ms"],
         "speedup_vs_gateway_acking_at_once": cell_ms["gateway"]["p50_ms"] / cell_ms["ours"]["p50_ms"],
         "p50_ms": cell_ms["ours"]["p50_ms"],
     }

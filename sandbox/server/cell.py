@@ -2,7 +2,9 @@
 in their last state, displays that were updated shown once. Memory is bounded whatever a cell does.
 """
 
+import json
 import re
+import select
 
 from output import SEPARATOR, Capture, Scanner
 
@@ -11,19 +13,30 @@ ESCAPES = re.compile(
 )
 OVERWRITTEN = re.compile(rb"[^\n]*\r")
 MAX_LINE_BYTES = 8192  # a longer line is no progress bar and is passed on before its end
-MAX_PLACE_DIGITS, MAX_PLACE_BYTES = 20, 64
+MAX_PIECES = 4096  # of an event; the kernel belongs to the agent and could send anything
 MAX_SLOTS = 50  # displays that may be updated in place; each holds up to the whole allowance of text
 
 
-class PlaceScanner(Scanner):
-    """What a kernel prints, and the markers `RS nonce ; NUMBER RS` that say where a display belongs."""
+class EventScanner(Scanner):
+    """What a kernel prints, and its events (`kernel.Events`)."""
 
     def __init__(self, nonce):
-        super().__init__(nonce, SEPARATOR, MAX_PLACE_BYTES)
+        super().__init__(nonce, SEPARATOR, select.PIPE_BUF)
+        self._number = None
+        self._pieces = []
 
     def parse(self, body):
-        """("place", number)."""
-        return ("place", int(body)) if body.isdigit() and len(body) <= MAX_PLACE_DIGITS else None
+        """("event", its fields), or ("event", None) where pieces are yet to come. Raises ValueError."""
+        parts = body.split(b";", 2)
+        if len(parts) < 3:
+            return None
+        number, left, piece = parts
+        if number != self._number:
+            self._number, self._pieces = number, []
+        self._pieces.append(piece)
+        if len(self._pieces) > MAX_PIECES:
+            raise ValueError("an event without an end")
+        return "event", json.loads(b"".join(self._pieces)) if left == b"0" else None
 
 
 class LineFilter:

@@ -109,7 +109,7 @@ class IPython:
                 self._had_life = True
                 self._cells += 1
                 result = self._run_in(life, code, timeout, chars, connection.fileno(), restarted)
-                if life.done or life.started == self._cells or result["timed_out"] or result["interrupted"]:
+                if life.done or life.begun() or result["timed_out"] or result["interrupted"]:
                     return result
                 restarted = True  # it was dying already; nothing of the code was run
 

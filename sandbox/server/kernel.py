@@ -1,264 +1,117 @@
-"""Runs under the image's own Python, the one that has ipykernel: `kernel.py kernel …` is the IPython kernel,
-`kernel.py bridge …` speaks Jupyter's protocol to it on behalf of the server, which has neither package.
+"""Runs under the image's own Python, the one that has ipykernel: an IPython kernel and, in the same process,
+jupyter_client's client of it, which ipykernel brings (`ipykernel.inprocess`); nothing is sent between them.
 
-Both are started at the same time, because each spends most of its start importing. The kernel's standard
-output and error are a pipe that the server reads: what Python, C code and child processes print keeps its
-order, a flood is slowed down by the full pipe instead of filling memory, and nothing is lost. Displays,
-results and tracebacks go through the bridge; a marker in the pipe says where each belongs.
+Cells come by a pipe, a line of JSON each. Standard output and error are another pipe, to the server: what
+Python, C code and child processes print keeps its order, a flood is slowed down by the full pipe instead of
+filling memory, and nothing is lost. What is displayed, and that a cell is over, is told amid that, by events.
 """
 
+import asyncio
 import base64
+import contextlib
 import faulthandler
 import itertools
 import os
-import socket
+import signal
 import struct
 import sys
 import threading
+import traceback
+from json import dumps, loads
+from os import write  # what an agent puts in its place is not for us
 
 NO_PACKAGES = 97  # exit status: this Python has no ipykernel or no jupyter_client
 IMAGES = (("image/png", "png"), ("image/jpeg", "jpg"), ("image/svg+xml", "svg"))
-PLACED = ("display_data", "update_display_data", "execute_result", "error", "clear_output")
-PLACE_KEY = "sandbox_place"  # in a message's metadata: the number of its marker
 TEXTS = ("text/plain", "text/markdown", "text/html", "text/latex", "application/json")
 MAX_IMAGES_A_CELL = 100
-READY_ROUND_MS = 50
+PIECE_CHARS = 4000  # with what stands around it no more than is written at once, whoever else writes
 
 
 def leave_own_directory():
     """Drop this directory from the path: names like `files` and `errors` belong to the agent here."""
     own = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [entry for entry in sys.path if entry and os.path.abspath(entry) != own]
+    del sys.modules["output"]
 
 
-def missing(error):
-    """Say which package this Python lacks and exit so that the server tries the next one."""
-    sys.stderr.write("%s: %s\n" % (sys.executable, error))
-    sys.stderr.flush()
-    os._exit(NO_PACKAGES)
+class Events:
+    """What the server is told amid what is printed: JSON in pieces, `RS nonce ; NUMBER ; LEFT ; PIECE RS`."""
+
+    def __init__(self, nonce):
+        # Opened anew: programs may have what they share with us fail when it is full.
+        self._fd = os.open("/proc/self/fd/1", os.O_WRONLY)
+        self._nonce = nonce
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+
+    def ours(self):
+        """False in a fork of the kernel, which has no say."""
+        return os.getpid() == self._pid
+
+    def send(self, **event):
+        """Tell it behind what was printed so far."""
+        text = dumps(event)
+        pieces = [text[start : start + PIECE_CHARS] for start in range(0, len(text), PIECE_CHARS)]
+        with self._lock:
+            number = next(self._numbers)
+            for left, piece in zip(reversed(range(len(pieces))), pieces):
+                write(self._fd, ("\x1e%s;%d;%d;%s\x1e" % (self._nonce, number, left, piece)).encode())
 
 
-# -- the kernel ------------------------------------------------------------------------------------
+class Displays:
+    """What a kernel publishes, as events."""
 
-
-def run_kernel(connection_file, ipython_dir, nonce, ready_fd):
-    """Be the kernel until told to end; a byte goes to `ready_fd` when its sockets are bound."""
-    ready_fd = int(ready_fd)
-    os.set_inheritable(ready_fd, False)
-    pipe = os.dup(1)  # not inherited; the agent may redirect its own
-    leave_own_directory()
-    # ipykernel imports it for a debugger nobody attaches: a tenth of a second.
-    absent = [name for name in ("debugpy",) if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(absent))
-    try:
-        from ipykernel.kernelapp import IPKernelApp
-        from traitlets.config import Config
-    except ImportError as error:
-        missing(error)
-    for name in absent:
-        del sys.modules[name]
-
-    class App(IPKernelApp):
-        outstream_class = None  # standard output stays the pipe
-
-        def _bind_socket(self, s, port):
-            s.sndhwm = 0  # else a burst of displays loses messages, the end of the cell among them
-            return super()._bind_socket(s, port)
-
-    config = Config()
-    config.IPKernelApp.connection_file = connection_file
-    config.IPKernelApp.ipython_dir = ipython_dir
-    config.IPKernelApp.log_level = 50
-    config.HistoryManager.enabled = False
-    os.makedirs(ipython_dir, exist_ok=True)
-    for stream in (sys.stdout, sys.stderr):  # by line, so that a time-out shows what was printed so far
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
-    faulthandler.enable()
-    app = App.instance(config=config)
-    had = os.environ.get("IPYTHONDIR")
-    os.environ["IPYTHONDIR"] = ipython_dir  # nothing is read from or written to ~/.ipython
-    app.initialize([])
-    del os.environ["IPYTHONDIR"]
-    if had is not None:
-        os.environ["IPYTHONDIR"] = had
-    mark_places(app.session, pipe, nonce)
-    shell = app.shell
-    shell.ask_exit = lambda: None  # `exit()` must not end the kernel
-    shell.system = plain_system(shell)
-    os.write(ready_fd, b"r")
-    os.close(ready_fd)
-    app.start()
-
-
-def mark_places(session, pipe, nonce):
-    """Have every display write a numbered marker to the pipe and carry its number."""
-    lock = threading.Lock()  # numbers ascend on both ways, whichever thread displays
-    send, numbers = session.send, itertools.count(1)
-
-    def send_marked(stream, msg_or_type, *args, **kwargs):
-        kind = msg_or_type if isinstance(msg_or_type, str) else msg_or_type["header"]["msg_type"]
-        if kind not in PLACED:
-            return send(stream, msg_or_type, *args, **kwargs)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        with lock:
-            number = next(numbers)
-            os.write(pipe, ("\x1e%s;%d\x1e" % (nonce, number)).encode())
-            if isinstance(msg_or_type, str):
-                kwargs["metadata"] = dict(kwargs.get("metadata") or {}, **{PLACE_KEY: number})
-            else:
-                msg_or_type["metadata"] = dict(msg_or_type.get("metadata") or {}, **{PLACE_KEY: number})
-            return send(stream, msg_or_type, *args, **kwargs)
-
-    session.send = send_marked
-
-
-def plain_system(shell):
-    """`!command` with the kernel's own output instead of a pseudo terminal: no colours, `&` is allowed."""
-
-    def system(command):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        shell.system_raw(command)
-
-    return system
-
-
-# -- the bridge ------------------------------------------------------------------------------------
-
-
-class Bridge:
-    """Carries cells to the kernel and what it answers to the server."""
-
-    def __init__(self, sock, connection_file, image_directory, wire, capture):
-        self._sock = sock
-        self._connection_file = connection_file
+    def __init__(self, events, image_directory, capture):
+        self._events = events
         self._image_directory = image_directory
-        self._wire = wire
         self._capture = capture
-        self._message_id = None  # of the cell under way
         self._cell = {}
-        self._reply = None
-        self._idle = False
         self._images = 0
 
-    def connect(self, zmq, client_class):
-        """Connect and wait until the kernel answers on both channels."""
-        self._zmq = zmq
-        self._client = client = client_class()
-        client.load_connection_file(self._connection_file)
-        client.start_channels(shell=True, iopub=True, stdin=False, hb=False, control=False)
-        # Depending on its version the client's sockets belong to asyncio; we read them ourselves.
-        channels = (client.shell_channel, client.iopub_channel)
-        self._shell, self._iopub = (zmq.Socket.shadow(channel.socket.underlying) for channel in channels)
-        self._poller = zmq.Poller()
-        self._poller.register(self._shell, zmq.POLLIN)
-        self._poller.register(self._iopub, zmq.POLLIN)
-        replied = heard = False
-        while not (replied and heard):
-            client.kernel_info()  # again: the first ones may be sent before the subscription is known
-            for _ in range(2):
-                events = dict(self._poller.poll(READY_ROUND_MS))
-                replied = bool(self._receive(self._shell)) or replied if self._shell in events else replied
-                while self._iopub in events and self._receive(self._iopub):
-                    heard = True
-                if replied and heard:
-                    break
-        self._poller.register(self._sock, zmq.POLLIN)
-        self._send(event="ready")
+    def begin(self, cell):
+        """What comes now is of this cell, a request of the server."""
+        self._cell, self._images = cell, 0
 
-    def serve(self):
-        """Until the server closes its end."""
-        while True:
-            for source, _ in self._poller.poll():
-                if source == self._sock.fileno():
-                    request = self._wire.receive(self._sock)
-                    if request is None:
-                        return
-                    if request["op"] == "end":
-                        self._drain_published()
-                        return
-                    if request["op"] == "nudge":
-                        self._client.kernel_info()
-                    else:
-                        self._execute(request)
-                elif source == self._shell:
-                    self._take_replies()
-                else:
-                    self._take_published()
+    def take_over(self, kernel):
+        """Have all that a kernel sends come here instead; nothing of it is made a message."""
+        send, sockets = kernel.session.send, (kernel.iopub_socket, kernel.shell_stream)
 
-    def _execute(self, request):
-        self._cell, self._reply, self._idle, self._images = request, None, False, 0
-        if request["env"]:
-            update = "__import__('os').environ.update(%r)" % request["env"]
-            self._client.execute(update, silent=True, store_history=False, allow_stdin=False)
-        self._message_id = self._client.execute(
-            request["code"], store_history=True, allow_stdin=False, stop_on_error=False
-        )
+        def send_or_tell(stream, msg_or_type, content=None, *args, **kwargs):
+            if stream not in sockets:
+                return send(stream, msg_or_type, content, *args, **kwargs)
+            if not isinstance(msg_or_type, str):
+                msg_or_type, content = msg_or_type["header"]["msg_type"], msg_or_type["content"]
+            if self._events.ours():
+                self._tell(msg_or_type, content)
+            elif msg_or_type == "execute_reply":
+                os._exit(0)  # a fork that did not end in its cell
+            return {"content": content}
 
-    def _take_replies(self):
-        message = self._receive(self._shell)
-        while message:
-            if message["msg_type"] == "execute_reply" and self._is_current(message):
-                self._reply = message["content"]
-                self._finish_if_complete()
-            message = self._receive(self._shell)
+        kernel.session.send = send_or_tell
 
-    def _take_published(self):
-        """Some of what waits, so that requests of the server are looked at in between."""
-        for _ in range(100):
-            message = self._receive(self._iopub)
-            if not message:
-                return
-            self._publish(message)
-
-    def _drain_published(self):
-        while self._poller.poll(100):
-            message = self._receive(self._iopub)
-            if message:
-                self._publish(message)
-            elif not self._receive(self._shell):
-                return
-
-    def _publish(self, message):
-        kind, content = message["msg_type"], message["content"]
-        current = self._is_current(message)
-        place = (message.get("metadata") or {}).get(PLACE_KEY)
-        if kind == "status":
-            if current and content["execution_state"] == "idle":
-                self._idle = True
-                self._finish_if_complete()
-        elif kind == "execute_input" and current:
-            self._send(event="started", cell=self._cell["cell"])
-        elif kind in ("display_data", "execute_result", "update_display_data"):
-            text = self._render(content.get("data") or {})
-            display_id = (content.get("transient") or {}).get("display_id")
-            update = kind == "update_display_data"
-            self._send(
-                event="show", current=current, place=place, text=text, display_id=display_id, update=update
-            )
-        elif kind == "stream":
-            self._send(event="stream", current=current, text=self._cut(content.get("text", "")))
-        elif kind == "clear_output":
-            self._send(event="clear", current=current, place=place, wait=bool(content.get("wait")))
+    def _tell(self, kind, content):
+        if kind in ("display_data", "execute_result", "update_display_data"):
+            event = {"event": "show", "text": self._render(content.get("data") or {})}
+            event["display_id"] = (content.get("transient") or {}).get("display_id")
+            event["update"] = kind == "update_display_data"
         elif kind == "error":
-            text = self._cut("\n".join(content.get("traceback") or []))
-            self._send(event="show", current=current, place=place, text=text)
-
-    def _finish_if_complete(self):
-        """A cell is over at `idle` and `execute_reply`: they travel on two sockets, in either order."""
-        if self._reply is None or not self._idle:
+            event = {"event": "show", "text": self._cut("\n".join(content.get("traceback") or []))}
+        elif kind == "clear_output":
+            event = {"event": "clear", "wait": bool(content.get("wait"))}
+        elif kind == "stream":
+            event = {"event": "stream", "text": self._cut(content.get("text", ""))}
+        elif kind == "execute_reply":
+            for page in content.get("payload") or []:
+                if page.get("source") == "page":  # `name?` and %pinfo
+                    self._events.send(event="show", text=self._render(page.get("data", {})))
+            event = {"event": "done", "cell": self._cell["cell"], "count": content.get("execution_count")}
+            event["error"] = content.get("ename") if content.get("status") == "error" else None
+        else:
             return
-        reply, self._message_id = self._reply, None
-        pages = [page.get("data", {}) for page in reply.get("payload") or [] if page.get("source") == "page"]
-        for page in pages:  # `name?` and %pinfo
-            self._send(event="show", current=True, text=self._render(page))
-        self._send(
-            event="done",
-            cell=self._cell["cell"],
-            error=reply.get("ename") if reply.get("status") == "error" else None,
-            count=reply.get("execution_count"),
-        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._events.send(**event)
 
     def _render(self, data):
         """The text that stands for a display; images become files."""
@@ -289,27 +142,14 @@ class Bridge:
         size = image_size(kind, raw)
         return "[%s saved as %s%s]" % (kind, path, ", %dx%d" % size if size else "")
 
-    def _is_current(self, message):
-        parent = message.get("parent_header") or {}
-        return self._message_id is not None and parent.get("msg_id") == self._message_id
-
     def _cut(self, text):
-        """Bounds the frame; the server bounds the sum."""
+        """Bounds the event; the server bounds the sum."""
         limit = int(self._cell.get("max_chars") or 30000)
         if len(text) <= limit:
             return text
         capture = self._capture(limit)
         capture.add(text.encode("utf-8", "replace"))
         return capture.text()[0]
-
-    def _receive(self, zmq_socket):
-        try:
-            return self._client.session.recv(zmq_socket, self._zmq.NOBLOCK)[1]
-        except (ValueError, KeyError, TypeError):
-            return None  # not signed as it should be: not from our kernel
-
-    def _send(self, **event):
-        self._wire.send(self._sock, event)
 
 
 def image_size(kind, raw):
@@ -326,27 +166,122 @@ def image_size(kind, raw):
     return None
 
 
-def run_bridge(connection_file, image_directory, sock_fd, ready_fd):
-    """Be the bridge until the server closes its end of `sock_fd`; the kernel's byte comes from `ready_fd`."""
-    import wire
+def plain_system(shell):
+    """`!command` with the kernel's own output instead of a pseudo terminal: no colours, `&` is allowed."""
+
+    def system(command):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        shell.system_raw(command)
+
+    return system
+
+
+def make_client(ipython_dir, loop):
+    """A client, and with it a kernel that is ready and runs in the loop."""
+    # ipykernel imports it for a debugger nobody attaches: a tenth of a second.
+    absent = [name for name in ("debugpy",) if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent))
+    try:
+        from ipykernel.inprocess.client import InProcessKernelClient
+        from ipykernel.inprocess.ipkernel import InProcessKernel
+        from ipykernel.inprocess.socket import DummySocket
+        from ipykernel.iostream import BackgroundSocket
+        from ipykernel.kernelapp import IPKernelApp
+        from ipykernel.zmqshell import ZMQInteractiveShell
+        from tornado.ioloop import IOLoop
+        from traitlets.config import Config
+    except ImportError as error:  # the server tries the next Python
+        sys.stderr.write("%s: %s\n" % (sys.executable, error))
+        sys.stderr.flush()
+        os._exit(NO_PACKAGES)
+    for name in absent:
+        del sys.modules[name]
+
+    class Client(InProcessKernelClient):
+        def _dispatch_to_kernel(self, msg):
+            """In the loop that runs already, and whose end is not waited for."""
+            stream = DummySocket()
+            self.session.send(stream, msg)
+            loop.create_task(self._run(stream.recv_multipart()))
+
+        async def _run(self, parts):
+            try:
+                await self.kernel.dispatch_shell(parts)
+            except Exception:  # its output is closed, which it would not survive
+                traceback.print_exc(file=sys.__stderr__)
+                os._exit(1)
+
+    class App(IPKernelApp):
+        def init_kernel(self):
+            self.kernel = InProcessKernel.instance(
+                parent=self,
+                log=self.log,
+                profile_dir=self.profile_dir,
+                shell_class=ZMQInteractiveShell,  # by whose name programs tell a notebook
+                iopub_socket=BackgroundSocket(None),
+            )
+
+        def _nothing(self):
+            """No other process is spoken to, and standard output stays the pipe."""
+
+        init_connection_file = init_sockets = init_heartbeat = write_connection_file = init_io = _nothing
+
+    config = Config()
+    config.IPKernelApp.ipython_dir = ipython_dir
+    config.IPKernelApp.log_level = 50
+    config.Kernel._execute_sleep = 0.0  # for output that takes another way than ours
+    config.HistoryManager.enabled = False
+    os.makedirs(ipython_dir, exist_ok=True)
+    app = App.instance(config=config)
+    had = os.environ.get("IPYTHONDIR")
+    os.environ["IPYTHONDIR"] = ipython_dir  # nothing is read from or written to ~/.ipython
+    app.initialize([])
+    del os.environ["IPYTHONDIR"]
+    if had is not None:
+        os.environ["IPYTHONDIR"] = had
+    kernel, shell = app.kernel, app.shell
+    kernel._redirected_io = contextlib.nullcontext
+    kernel.io_loop = IOLoop.current()
+    shell.ask_exit = lambda: None  # `exit()` must not end the kernel
+    shell.enable_gui = lambda gui=None: None
+    shell.system = plain_system(shell)
+    return Client(kernel=kernel, session=kernel.session)
+
+
+def main(requests_fd, image_directory, ipython_dir, nonce):
+    """Run the server's cells until it closes its end of `requests_fd`."""
     from output import Capture
 
+    os.set_inheritable(int(requests_fd), False)
+    requests = os.fdopen(int(requests_fd), "rb")
     leave_own_directory()
-    try:
-        import zmq
-        from jupyter_client.blocking import BlockingKernelClient
-    except ImportError as error:
-        missing(error)
-    if not os.read(int(ready_fd), 1):
-        sys.exit("the kernel ended before it was ready")
-    bridge = Bridge(socket.socket(fileno=int(sock_fd)), connection_file, image_directory, wire, Capture)
-    try:
-        bridge.connect(zmq, BlockingKernelClient)
-        bridge.serve()
-    except (BrokenPipeError, ConnectionResetError):
-        pass  # the server has closed its end
-    os._exit(0)  # closing sockets and contexts in order can wait for the kernel
+    events = Events(nonce)
+    displays = Displays(events, image_directory, Capture)
+    for stream in (sys.stdout, sys.stderr):  # by line, so that a time-out shows what was printed so far
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    faulthandler.enable()
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    client = make_client(ipython_dir, loop)
+    displays.take_over(client.kernel)
+
+    def take():
+        line = requests.readline()
+        if not line:
+            os._exit(0)
+        cell = loads(line)
+        os.environ.update(cell["env"])
+        displays.begin(cell)
+        client.execute(cell["code"], allow_stdin=False)
+
+    # With a handler of its own, all signals wake the loop: so a cell that awaits is interrupted at once.
+    loop.add_signal_handler(signal.SIGURG, int)
+    signal.set_wakeup_fd(signal.set_wakeup_fd(-1), warn_on_full_buffer=False)
+    loop.add_reader(requests, take)
+    events.send(event="ready")
+    loop.run_forever()
 
 
 if __name__ == "__main__":
-    {"kernel": run_kernel, "bridge": run_bridge}[sys.argv[1]](*sys.argv[2:])
+    main(*sys.argv[1:])

@@ -62,7 +62,7 @@ KEYS = {
         *("speedup_vs_tmux_wait_for", "speedup_vs_pexpect", "speedup_vs_apptainer_exec", "p95_ms"),
         *("workload_mean_sleep_s", "workload_mean_s", "workload_mean_tmux_polled_s"),
     },
-    "ipython_latency": {"speedup_vs_gateway_acking_at_once", "p50_ms"},
+    "ipython_latency": {"ratio_to_bare_client", "speedup_vs_gateway_acking_at_once", "p50_ms"},
     "sandbox_start": {
         *(f"{start}_ratio_to_exec{end}" for start in ("cold", "cloned", "warm") for end in ("", "_output")),
         *("starts_ratio_to_exec", "starts_per_s", "execs_per_s", "held_100_mb", "leftovers"),

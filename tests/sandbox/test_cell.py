@@ -23,18 +23,25 @@ def test_escapes_and_overwritten_text_vanish_however_the_stream_is_cut(cell, siz
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_places_are_found_and_their_like_is_output_however_the_stream_is_cut(cell, size):
-    stream = (
-        b"one\x1eab;1\x1e\x1eab;22\x1etwo\x1eab;x\x1e\x1e\x1eabc;3\x1e\x1eab;"
-        + b"9" * 30
-        + b"\x1eend\x1eab;4"
-    )
-    scanner, parts = cell.PlaceScanner("ab"), []
+def test_events_are_found_and_their_like_is_output_however_the_stream_is_cut(cell, size):
+    events = [
+        *(b'\x1eab;1;0;{"a":1}\x1e', b'\x1eab;2;1;{"lost"\x1e'),
+        *(b'\x1eab;3;1;{"b"\x1e', b"\x1eab;3;0;:2}\x1e"),
+    ]
+    like = b"\x1eab;x\x1e\x1eabc;3\x1e\x1eab;" + b"9" * 5000 + b"\x1eend\x1eab;4"
+    stream = b"one%btwo%bthree%bfour%b" % tuple(events) + like
+    scanner, parts = cell.EventScanner("ab"), []
     for start in range(0, len(stream), size):
         parts += scanner.feed(stream[start : start + size])
-    assert [value for kind, value in parts if kind == "place"] == [1, 22]
+    assert [value for kind, value in parts if kind == "event" and value] == [{"a": 1}, {"b": 2}]
     output = b"".join(value for kind, value in parts if kind == "output") + scanner.flush()
-    assert output == stream.replace(b"\x1eab;1\x1e", b"").replace(b"\x1eab;22\x1e", b"")
+    assert output == b"onetwothreefour" + like
+
+
+def test_an_event_without_an_end_is_refused(cell):
+    scanner = cell.EventScanner("ab")
+    with pytest.raises(ValueError, match="without an end"):
+        scanner.feed(b"\x1eab;1;1;x\x1e" * (cell.MAX_PIECES + 1))
 
 
 def test_displays_stand_on_lines_of_their_own_and_change_in_place(cell):
