@@ -8,7 +8,6 @@ filling memory, and nothing is lost. What is displayed, and that a cell is over,
 
 import asyncio
 import base64
-import contextlib
 import faulthandler
 import itertools
 import os
@@ -16,7 +15,7 @@ import signal
 import struct
 import sys
 import threading
-import traceback
+import types
 from json import dumps, loads
 from os import write  # what an agent puts in its place is not for us
 
@@ -68,27 +67,21 @@ class Displays:
         self._capture = capture
         self._cell = {}
         self._images = 0
+        self.answered = True
 
     def begin(self, cell):
         """What comes now is of this cell, a request of the server."""
-        self._cell, self._images = cell, 0
+        self._cell, self._images, self.answered = cell, 0, False
 
-    def take_over(self, kernel):
-        """Have all that a kernel sends come here instead; nothing of it is made a message."""
-        send, sockets = kernel.session.send, (kernel.iopub_socket, kernel.shell_stream)
-
-        def send_or_tell(stream, msg_or_type, content=None, *args, **kwargs):
-            if stream not in sockets:
-                return send(stream, msg_or_type, content, *args, **kwargs)
-            if not isinstance(msg_or_type, str):
-                msg_or_type, content = msg_or_type["header"]["msg_type"], msg_or_type["content"]
-            if self._events.ours():
-                self._tell(msg_or_type, content)
-            elif msg_or_type == "execute_reply":
-                os._exit(0)  # a fork that did not end in its cell
-            return {"content": content}
-
-        kernel.session.send = send_or_tell
+    def send(self, stream, msg_or_type, content=None, *args, **kwargs):
+        """In the place of a session's method: nothing that the kernel sends is made a message."""
+        if not isinstance(msg_or_type, str):
+            msg_or_type, content = msg_or_type["header"]["msg_type"], msg_or_type["content"]
+        if self._events.ours():
+            self._tell(msg_or_type, content)
+        elif msg_or_type == "execute_reply":
+            os._exit(0)  # a fork that did not end in its cell
+        return {"content": content}
 
     def _tell(self, kind, content):
         if kind in ("display_data", "execute_result", "update_display_data"):
@@ -107,6 +100,7 @@ class Displays:
                     self._events.send(event="show", text=self._render(page.get("data", {})))
             event = {"event": "done", "cell": self._cell["cell"], "count": content.get("execution_count")}
             event["error"] = content.get("ename") if content.get("status") == "error" else None
+            self.answered = True
         else:
             return
         sys.stdout.flush()
@@ -177,16 +171,18 @@ def plain_system(shell):
     return system
 
 
-def make_client(ipython_dir, loop):
-    """A client, and with it a kernel that is ready and runs in the loop."""
+def make_client(ipython_dir, ended):
+    """A client, and with it a kernel that is ready. `ended(_)` is called after each cell."""
     # ipykernel imports it for a debugger nobody attaches: a tenth of a second.
     absent = [name for name in ("debugpy",) if name not in sys.modules]
     sys.modules.update(dict.fromkeys(absent))
     try:
+        import ipykernel
         from ipykernel.inprocess.client import InProcessKernelClient
         from ipykernel.inprocess.ipkernel import InProcessKernel
         from ipykernel.inprocess.socket import DummySocket
         from ipykernel.iostream import BackgroundSocket
+        from ipykernel.ipkernel import IPythonKernel
         from ipykernel.kernelapp import IPKernelApp
         from ipykernel.zmqshell import ZMQInteractiveShell
         from tornado.ioloop import IOLoop
@@ -202,19 +198,22 @@ def make_client(ipython_dir, loop):
         def _dispatch_to_kernel(self, msg):
             """In the loop that runs already, and whose end is not waited for."""
             stream = DummySocket()
-            self.session.send(stream, msg)
-            loop.create_task(self._run(stream.recv_multipart()))
+            stream.send_multipart(self.session.serialize(msg))
+            arguments = (stream,) if ipykernel.version_info < (6,) else ()
+            run = asyncio.ensure_future(self.kernel.dispatch_shell(*arguments, stream.recv_multipart()))
+            run.add_done_callback(ended)
 
-        async def _run(self, parts):
-            try:
-                await self.kernel.dispatch_shell(parts)
-            except Exception:  # its output is closed, which it would not survive
-                traceback.print_exc(file=sys.__stderr__)
-                os._exit(1)
+    class Kernel(InProcessKernel):
+        execute_request = (
+            IPythonKernel.execute_request
+        )  # the other one puts its own output in the pipe's place
+        # Since version 7 it is asked for where a cell awaits, also where there is none.
+        shell_channel_thread = types.SimpleNamespace(parent_thread=threading.main_thread())
+        _supports_kernel_subshells = False
 
     class App(IPKernelApp):
         def init_kernel(self):
-            self.kernel = InProcessKernel.instance(
+            self.kernel = Kernel.instance(
                 parent=self,
                 log=self.log,
                 profile_dir=self.profile_dir,
@@ -241,7 +240,6 @@ def make_client(ipython_dir, loop):
     if had is not None:
         os.environ["IPYTHONDIR"] = had
     kernel, shell = app.kernel, app.shell
-    kernel._redirected_io = contextlib.nullcontext
     kernel.io_loop = IOLoop.current()
     shell.ask_exit = lambda: None  # `exit()` must not end the kernel
     shell.enable_gui = lambda gui=None: None
@@ -263,8 +261,13 @@ def main(requests_fd, image_directory, ipython_dir, nonce):
     faulthandler.enable()
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-    client = make_client(ipython_dir, loop)
-    displays.take_over(client.kernel)
+
+    def ended(_):
+        if not displays.answered:
+            os._exit(1)  # a cell closed what is printed to, or cancelled all tasks: there is no answer
+
+    client = make_client(ipython_dir, ended)
+    client.session.send = displays.send
 
     def take():
         line = requests.readline()

@@ -4,6 +4,7 @@ the thread that collects. A kernel that ends is never revived; the next cell get
 
 import array
 import binascii
+import contextlib
 import fcntl
 import json
 import os
@@ -201,7 +202,7 @@ class KernelLife:
 
     def _await_end(self, end):
         """Close `end` when the kernel has ended, which may have left others with its output."""
-        with open(end, "wb"):
+        with open(end, "wb"), contextlib.suppress(ChildProcessError):  # it may have been waited for by now
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
 
     def _read(self, size):
