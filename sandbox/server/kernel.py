@@ -67,11 +67,16 @@ class Displays:
         self._capture = capture
         self._cell = {}
         self._images = 0
-        self.answered = True
+        self._unanswered = None
 
     def begin(self, cell):
         """What comes now is of this cell, a request of the server."""
-        self._cell, self._images, self.answered = cell, 0, False
+        self._cell, self._images, self._unanswered = cell, 0, cell
+
+    def follow(self, run):
+        """End the kernel if a cell's run ends without an answer: it closed the output, or cancelled all."""
+        cell = self._cell
+        run.add_done_callback(lambda _: self._unanswered is cell and os._exit(1))
 
     def send(self, stream, msg_or_type, content=None, *args, **kwargs):
         """In the place of a session's method: nothing that the kernel sends is made a message."""
@@ -100,7 +105,7 @@ class Displays:
                     self._events.send(event="show", text=self._render(page.get("data", {})))
             event = {"event": "done", "cell": self._cell["cell"], "count": content.get("execution_count")}
             event["error"] = content.get("ename") if content.get("status") == "error" else None
-            self.answered = True
+            self._unanswered = None
         else:
             return
         sys.stdout.flush()
@@ -171,8 +176,8 @@ def plain_system(shell):
     return system
 
 
-def make_client(ipython_dir, ended):
-    """A client, and with it a kernel that is ready. `ended(_)` is called after each cell."""
+def make_client(ipython_dir, follow):
+    """A client, and with it a kernel that is ready. `follow` is given the future of each cell."""
     # ipykernel imports it for a debugger nobody attaches: a tenth of a second.
     absent = [name for name in ("debugpy",) if name not in sys.modules]
     sys.modules.update(dict.fromkeys(absent))
@@ -194,14 +199,15 @@ def make_client(ipython_dir, ended):
     for name in absent:
         del sys.modules[name]
 
+    stream = DummySocket()
+
     class Client(InProcessKernelClient):
         def _dispatch_to_kernel(self, msg):
             """In the loop that runs already, and whose end is not waited for."""
-            stream = DummySocket()
+            del msg["header"]["date"]  # to parse it can take as long as a small cell
             stream.send_multipart(self.session.serialize(msg))
             arguments = (stream,) if ipykernel.version_info < (6,) else ()
-            run = asyncio.ensure_future(self.kernel.dispatch_shell(*arguments, stream.recv_multipart()))
-            run.add_done_callback(ended)
+            follow(asyncio.ensure_future(self.kernel.dispatch_shell(*arguments, stream.recv_multipart())))
 
     class Kernel(InProcessKernel):
         execute_request = (
@@ -261,12 +267,7 @@ def main(requests_fd, image_directory, ipython_dir, nonce):
     faulthandler.enable()
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
-
-    def ended(_):
-        if not displays.answered:
-            os._exit(1)  # a cell closed what is printed to, or cancelled all tasks: there is no answer
-
-    client = make_client(ipython_dir, ended)
+    client = make_client(ipython_dir, displays.follow)
     client.session.send = displays.send
 
     def take():

@@ -240,6 +240,12 @@ def test_a_kernel_that_takes_no_cell_costs_no_more_than_its_time(sandbox):
     assert cell(sandbox, "1 + 1\n" + "#" * 1_000_000).output == "2\n"
 
 
+def test_a_cell_that_leaves_no_way_to_answer_costs_the_kernel_at_once(sandbox):
+    result = cell(sandbox, "import sys\nsys.stdout.close()")
+    assert (result.restarted, result.timed_out) == (True, False)
+    assert cell(sandbox, "1 + 1").output == "2\n"
+
+
 def test_what_a_cell_leaves_to_the_loop_goes_on_between_cells(sandbox):
     later = "async def later():\n    await asyncio.sleep(0.01)\n    open('/tmp/later', 'w').close()\n"
     cell(sandbox, f"import asyncio\n{later}task = asyncio.create_task(later())")
