@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NotRequired, TypedDict
 
-from celery import Celery, signals
+from celery import Celery
 
 from rollout.schema import Stage
 from services import broker, redis_address
@@ -59,13 +59,6 @@ def describe(ref: Ref) -> str:
     handler = f"{ref['handler']} " if ref.get("handler") else ""
     node = f" on {ref['node']}" if ref.get("node") else ""
     return f"{handler}{ref['id']} attempt {ref['attempt']}{node}"
-
-
-@signals.before_task_publish.connect
-def _say_arguments(sender: str = "", body: Any = None, headers: dict | None = None, **_: Any) -> None:
-    """Have monitors show of our messages, the later ones of a chain too, what they are about."""
-    if sender in _STAGE_OF_TASK and headers and body and body[0]:
-        headers["argsrepr"] = describe(body[0][0])
 
 
 def make_celery(settings: Settings) -> Celery:

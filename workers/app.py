@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import redis
@@ -20,6 +21,7 @@ from services import logs
 from services.queues import (
     EVAL,
     RUN,
+    STAGE_TASK,
     TASK_CLEANUP,
     TASK_EVALUATE,
     TASK_INIT,
@@ -45,19 +47,28 @@ app = make_celery(settings())
 events.bundle(app)
 
 
+class StageTask(Task):
+    """A stage's task, whose chain goes on by the short way."""
+
+    def apply_async(self, args: Sequence[Ref], *_: Any, root_id: str, parent_id: str, **__: Any) -> None:
+        """Send the message of the stage that follows; Celery calls it when a stage has ended."""
+        stage = next(stage for stage, task in STAGE_TASK.items() if task == self.name)
+        process.current().services.dispatcher.send(stage, args[0], root_id, parent_id)
+
+
 @app.task(name=TASK_INIT, bind=True)
 def init_task(self: Task) -> Ref:
     """INIT of the rollout whose turn it is."""
     return run_stage(self, Stage.INIT, init)
 
 
-@app.task(name=TASK_RUN, bind=True)
+@app.task(name=TASK_RUN, bind=True, base=StageTask)
 def run_task(self: Task, ref: Ref) -> Ref:
     """RUN of one rollout."""
     return run_stage(self, Stage.RUN, carried(run_turns), ref)
 
 
-@app.task(name=TASK_EVALUATE, bind=True)
+@app.task(name=TASK_EVALUATE, bind=True, base=StageTask)
 def evaluate_task(self: Task, ref: Ref) -> Ref:
     """EVAL of one rollout."""
     return run_stage(self, Stage.EVAL, carried(evaluate), ref)

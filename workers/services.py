@@ -22,6 +22,7 @@ from services.state.policy.store import PolicyStore
 from services.state.redis import LoopConnection, connect
 from services.state.rollouts.store import Claim, RolloutStore
 from services.state.tenants import TenantStore
+from services.state.together import Together
 from services.state.turns.store import TurnStore
 from workers.agent.llm import session
 from workers.agent.placement import Placements, PromptSizes
@@ -55,7 +56,7 @@ class WorkerServices:
         """(id, fence) → the rollouts in hand; `WorkerProcess` writes it."""
         self.loop = asyncio.new_event_loop()
         self.redis: redis.Redis = connect(settings.redis_url)
-        self.store = RolloutStore(self.redis, settings)
+        self.store = RolloutStore(self.redis, settings, Together(self.redis))
         self.tenants = TenantStore(self.redis)
         placing = PlacementPolicy(settings.backend_load, settings.priority_step_s)
         self.backends = BackendStore(self.redis, placing)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -24,6 +25,7 @@ from pydantic_core import PydanticSerializationError, from_json, to_json
 from redis.commands.core import Script
 
 from services.state import keys
+from services.state.together import Together
 from services.version import STAMP
 
 _KEY = re.compile(r"\bKEY\.(\w+)")
@@ -129,12 +131,15 @@ class Operations:
     Lua has `now`, the time (ms) of Redis' own clock, so that nodes need not agree on theirs.
     """
 
-    def __init__(self, client: redis.Redis, name: str, **constants: Any) -> None:
+    def __init__(
+        self, client: redis.Redis, name: str, together: Together | None = None, **constants: Any
+    ) -> None:
         """
         Args:
+            together: By which operations are sent that may be done twice, as all of the file's then.
             constants: Values that the file takes from Python, under these names.
         """
-        self._client, self._name = client, name
+        self._client, self._name, self._together = client, name, together
         self._constants = "".join(f"local {name} = {_literal(value)}\n" for name, value in constants.items())
         self._scripts: dict[str, Script] = {}
 
@@ -155,7 +160,11 @@ class Operations:
 
     def send(self, request: list[Any]) -> Any:
         """The answer to a `request`."""
-        return from_json(self._script(request[0])(args=request))
+        script = self._script(request[0])
+        if self._together is not None:
+            with suppress(redis.exceptions.NoScriptError):
+                return from_json(self._together.send("EVALSHA", script.sha, 0, *request))
+        return from_json(script(args=request))
 
 
 Call = tuple[Operations, list[Any]]

@@ -23,6 +23,7 @@ from services.state.rollouts import payloads
 from services.state.rollouts.reading import RolloutReader
 from services.state.scripts import Operations, request, send_many
 from services.state.tenants import DEFAULT_TENANT, QuotaExceeded, Tenant
+from services.state.together import Together
 from services.state.turns import store as turns
 from services.version import STAMP
 
@@ -151,13 +152,16 @@ class Overdue:
 class RolloutStore(RolloutReader):
     """Records in Redis. Every change goes through `rollouts.lua`."""
 
-    def __init__(self, client: redis.Redis, settings: Settings) -> None:
+    def __init__(self, client: redis.Redis, settings: Settings, together: Together | None = None) -> None:
+        """`together`: for what many threads do at the same time; None = each for itself."""
         super().__init__(client)
         self._settings = settings
+        self.command = together.send if together else client.execute_command
         self._lease_ms = int(settings.lease_s * 1000)
         self._do = Operations(
             client,
             "rollouts/rollouts",
+            together,
             ALLOWED={state.value: {to.value: True for to in TRANSITIONS[state]} for state in TRANSITIONS},
             BUCKETS_MS=BUCKETS_MS,
             ABSENT_MS=int(ABSENT_S * 1000),
