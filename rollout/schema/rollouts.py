@@ -158,6 +158,10 @@ class Agent(Strict):
         return self
 
 
+_NEW = {"policy": DEFAULT_POLICY, "trained_roles": [], "checkpoints": "never", "agent": None, "origin": None}
+"""Words of a request that releases before do not know, with what they have where they say nothing."""
+
+
 class RolloutRequest(Strict):
     """One task, to be rolled out `n` times as a group."""
 
@@ -197,8 +201,8 @@ class RolloutRequest(Strict):
     def _as_before(self, dump):
         """Without words of newer releases where they say nothing: a release that knows none refuses them."""
         fields = dump(self)
-        for name in ("agent", "policy", "trained_roles", "checkpoints", "origin"):
-            if getattr(self, name) == type(self).model_fields[name].get_default(call_default_factory=True):
+        for name, nothing in _NEW.items():
+            if getattr(self, name) == nothing:
                 fields.pop(name, None)
         return fields
 
