@@ -14,6 +14,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,14 @@ CHARACTERS = 4
 WORD = 5
 """Characters of a word on average, with its space."""
 WORDS = ("the", "file", "returns", "a", "list", "of", "values", "because", "test", "fails", "on", "line")
+CHAINS = 8
+"""Different ones that rollouts share: to make one takes longer than all that a head does with it."""
 BOOT_VARIABLE = "BOOT_S"
 """By which the sandbox's specification tells a simulated host how long starting takes."""
 
 
-def make_chain(seed: str, turns: Sequence[int], observation: int) -> Chain:
+@lru_cache
+def make_chain(seed: int, turns: Sequence[int], observation: int) -> Chain:
     """A chain as irregular as real ones; log-probs are float32, as engines compute them.
 
     Args:
@@ -90,7 +94,8 @@ class Simulated(Noop):
     async def run(self, ctx: RunContext[SimulatedTask]) -> FinishReason:
         task = ctx.task
         if task.turns:
-            ctx.agent.trajectory.chains.append(make_chain(ctx.rollout_id, task.turns, task.observation))
+            seed = ord(ctx.rollout_id[-1]) % CHAINS
+            ctx.agent.trajectory.chains.append(make_chain(seed, task.turns, task.observation))
         return await super().run(ctx)
 
     async def evaluate(self, ctx: EvalContext[SimulatedTask]) -> Reward:

@@ -72,6 +72,13 @@ def submit(count: int) -> None:
             init.apply_async((ref,), chain=following, producer=producer)
 
 
+def submit_bare(count: int) -> None:
+    """Send the messages of so many tasks that do nothing and that nothing follows."""
+    with app.producer_or_acquire() as producer, producer.batch(MESSAGES_AT_ONCE):
+        for number in range(count):
+            init.apply_async(({"id": str(number)},), producer=producer)
+
+
 # -- the race ------------------------------------------------------------------------------------------
 
 

@@ -1,10 +1,15 @@
-"""How throughput grows with nodes, how stages overlap, and what a head with 2,000 live rollouts costs.
+"""How throughput grows with nodes, how stages overlap, how fast INIT claims a wave, and what a head costs.
 
 A real head (Redis, gateway) and 1 or 8 virtual nodes on this machine, whose sandboxes, engine and scoring
 are sleeps. Weak scaling: work grows with the nodes; strong: the work of the most nodes on one of them.
 Efficiency is throughput over that of one node times the nodes. What each key is: docs/scaling.md#measured.
 Dispatch is the time from the moment a rollout could be claimed for a stage (queued, ready, evaluating)
 until a worker claimed it.
+
+Dispatch is measured with 2,000 live rollouts, what the head costs with 10,000. The wave is 10,000 no-op
+rollouts and as many tasks of bare Celery that do nothing, both on one broker, in turns, with as many worker
+processes and slots: the time from the first submission until INIT has claimed all, and workers have taken all
+tasks.
 
 Weak scaling is done `--rounds` times, the rest once.
 """
@@ -18,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks import harness
+from benchmarks import harness, pipeline
 from benchmarks._nodes import Nodes, cluster
 from benchmarks.harness import LIVE_STATES, PATIENCE_S, STAGES, wait_until
 from rollout.schema import RolloutRequest
@@ -169,11 +174,54 @@ def dispatch_p99_s(nodes: Nodes, ids: list[str], begin: float, end: float) -> di
     return {stage: harness.percentile(values, 0.99) for stage, values in waits.items()}
 
 
+# -- a wave --------------------------------------------------------------------------------------------
+
+
+PROCESSES, WAVE_SLOTS = 2, 64
+"""Workers of each side, and slots of each."""
+
+
+def wave(count: int, processes: int) -> dict[str, float]:
+    """Seconds until INIT has claimed a wave of no-op rollouts, and workers have taken as many bare tasks."""
+    with harness.service(ROLLOUT_READY_AHEAD=str(3 * count)) as stack:
+        redis = stack.redis.client
+        pipeline.app.conf.broker_url = stack.redis.url
+        ours = [harness.launch(stack, "init", WAVE_SLOTS) for _ in range(processes)]
+        bare = [
+            harness.launch(stack, pipeline.QUEUES[0], WAVE_SLOTS, app="benchmarks.pipeline")
+            for _ in range(processes)
+        ]
+        for worker in ours:
+            harness.await_worker(stack, "init", worker)
+
+        def seconds(submit: Callable[[int], object], waiting: Callable[[], int], number: int) -> float:
+            began = time.monotonic()
+            submit(number)
+            while waiting():
+                if time.monotonic() > began + PATIENCE_S:
+                    raise TimeoutError(f"a wave of {number} was not taken in {PATIENCE_S:g} s")
+                time.sleep(harness.POLL_S)
+            return time.monotonic() - began
+
+        sides = {
+            "ours": (lambda n: pipeline.submit_ours(stack, n), lambda: harness.in_state(stack, "queued")),
+            "bare": (pipeline.submit_bare, lambda: redis.llen(pipeline.QUEUES[0])),
+        }
+        for side in sides.values():
+            seconds(*side, max(1, count // 10))  # workers still import what they need
+        taken = {name: seconds(*side, count) for name, side in sides.items()}
+        harness.say(f"wave of {count}: {taken}, {len(bare)} bare workers")
+        return taken
+
+
 # -- all -----------------------------------------------------------------------------------------------
 
 
 NODES, SHORT_NODES = 8, 2
-LIVE, SHORT_LIVE = 2000, 30
+DISPATCHED = Load(2000, 60.0, 4096, 20.0, WAITING)
+HEAD = Load(10_000, 300.0, 4096, 30.0, WAITING)
+SHORT_LOAD = Load(30, 1.5, 256, 1.5, SHORT_WAITING)
+WAVE, SHORT_WAVE = 10_000, 200
 SLOTS = 2
 """Of each stage on a node, where throughput is measured."""
 HEADROOM = 1.12
@@ -236,11 +284,11 @@ def main(options: harness.Options) -> harness.Report:
     short = options.rounds == 1
     size = SHORT_NODES if short else NODES
     each = max(SLOTS, options.count // size)
-    load = Load(SHORT_LIVE, 1.5, 256, 1.5, SHORT_WAITING) if short else Load(LIVE, 60.0, 4096, 30.0, WAITING)
+    loads = (SHORT_LOAD, SHORT_LOAD) if short else (DISPATCHED, HEAD)
     # As it is by default from 64 slots on: INIT a wave ahead of RUN, no more.
     env = {} if short else {"ROLLOUT_READY_AHEAD": str(SLOTS)}
     under_load = 1 if short else size  # a start takes seconds of a processor
-    most = {"init": 32, "run": int(load.live * HEADROOM / under_load) + 1, "eval": 32}
+    most = {"init": 32, "run": int(loads[1].live * HEADROOM / under_load) + 1, "eval": 32}
     with cluster(size, most) as nodes:
         per_s = scale(nodes, each, options.rounds, **env)
         overlapped = overlap(nodes, SHORT_OVERLAP if short else OVERLAP, **env)
@@ -248,9 +296,10 @@ def main(options: harness.Options) -> harness.Report:
             nodes.use(0)
         nodes.use(under_load)
         nodes.give(most)
-        of_head = measure(nodes, load)
+        dispatched, of_head = (measure(nodes, load) for load in loads)
+    taken_s = wave(SHORT_WAVE, 1) if short else wave(WAVE, PROCESSES)
     weak = [ratio / size for ratio in harness.ratios(per_s["all"], per_s["one"])]
-    dispatch_p99_s = {part: max(by_stage.values()) for part, by_stage in of_head["dispatch_p99_s"].items()}
+    dispatch_p99_s = {part: max(by_stage.values()) for part, by_stage in dispatched["dispatch_p99_s"].items()}
     return {
         "results": {
             "weak_efficiency_8": statistics.median(weak),
@@ -258,13 +307,16 @@ def main(options: harness.Options) -> harness.Report:
             "overlap_ratio_to_bound": overlapped,
             "dispatch_p99_s_with_wave": dispatch_p99_s["wave_included"],
             "dispatch_p99_s_after_wave": dispatch_p99_s["after_wave"],
+            "wave_10000_init_ratio": taken_s["ours"] / taken_s["bare"],
             "head_cpu_cores": sum(of_head["cpu_cores"].values()),
             "head_rss_mb": of_head["rss_mb"],
         },
         "nodes": size,
         "per_s": {name: harness.summary(values) for name, values in per_s.items()},
         "weak_efficiency": harness.summary(weak),
-        "head": {**of_head, "load": asdict(load)},
+        "dispatched": {**dispatched, "load": asdict(loads[0])},
+        "head": {**of_head, "load": asdict(loads[1])},
+        "wave_s": taken_s,
     }
 
 

@@ -110,6 +110,7 @@ KEYS = {
         "overlap_ratio_to_bound",
         "dispatch_p99_s_with_wave",
         "dispatch_p99_s_after_wave",
+        "wave_10000_init_ratio",
         "head_cpu_cores",
         "head_rss_mb",
     },
