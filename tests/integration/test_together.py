@@ -28,7 +28,7 @@ def together(client):
 
 
 def at_the_same_time(together, monkeypatch, ask):
-    """What `ask(number)` answers in each thread, all having asked before the first round trip is over; and the
+    """What `ask(number)` answers in each thread, all having asked before the first answer; and the
     sizes of the round trips."""
     trips, all_ask = [], Event()
     answers = together._answers
