@@ -138,7 +138,8 @@ def measure(nodes: Nodes, load: Load) -> dict[str, Any]:
         "wave_included": dispatch_p99_s(nodes, trainer.submitted, wave_began, end),
         "after_wave": dispatch_p99_s(nodes, trainer.submitted, wave_ended, end),
     }
-    stack.client.cancel_many(tag=TAG)
+    for first in range(0, len(trainer.submitted), harness.PER_CALL):
+        stack.client.cancel_many(trainer.submitted[first : first + harness.PER_CALL])
     wait_until(lambda: harness.in_state(stack, *LIVE_STATES) == 0, PATIENCE_S, "the end of all rollouts")
     harness.say(f"head: dispatch p99 {p99_s}, {cores}, {max(rss_mb):.0f} MB")
     return {
