@@ -38,6 +38,8 @@ WAITING, SHORT_WAITING = (200, 100, 100), (10, 5, 5)
 STRAY = 0.02
 """Share of the wave that may be on its way to RUN when it counts as live: some always are."""
 SAMPLE_S = 1.0
+MOST_AT_ONCE = 2000
+"""Rollouts of one call of submission: a client waits 30 s for its answer, however busy the machine."""
 LEAST = 30
 """Rollouts that must have come and gone in the time measured."""
 
@@ -75,7 +77,9 @@ class Trainer:
             RolloutRequest(handler="simulated", tags=[TAG], task={**task, "run_s": run_s})
             for run_s in durations
         ]
-        self.submitted += [new.id for new in self._stack.client.submit(requests)]  # a wave is one call
+        for first in range(0, count, MOST_AT_ONCE):  # nearly always one call
+            some = requests[first : first + MOST_AT_ONCE]
+            self.submitted += [new.id for new in self._stack.client.submit(some)]
 
     def train(self, is_over: Callable[[], bool]) -> None:
         """Train until it is over; that is asked at least ten times a second."""
