@@ -179,6 +179,32 @@ def test_results_past_their_retention_leave_the_account(client):
     assert client.hlen(keys.RESULTS_SIZES) == client.zcard(keys.RESULTS_ENDED) == 0
 
 
+def test_what_is_past_its_retention_is_in_no_list_any_more(client):
+    """Else lists would grow by all that is done in eight days, however soon it is forgotten."""
+    store, _ = stores(client)
+    kept = ended(store)
+    short, results = stores(client, retention_s=0.05)
+    before = set(client.keys())
+    new = _expand(RolloutRequest(handler="noop", task={"reward": 0.5}, n=5, tags=["a", "b"]))
+    short.submit(new)
+    for rollout in new:
+        run_to_evaluating(short, rollout.id, trajectory(10))
+        short.finish(short.claim(rollout.id, 1, Stage.EVAL, "w"), Finish(State.COMPLETED))
+    wait_until(lambda: not any(short.get(rollout.id) for rollout in new), 30, "the records to expire")
+    results.sweep()
+    cursor = ResultStream(client).tail()
+    wait_until(
+        lambda: not results.trim() and not client.zscore(keys.CREATED, new[-1].id), 30, "the end of them"
+    )
+    assert store.get(kept), "that of a longer retention stays, in the lists too"
+    names = [keys.CREATED, keys.by_tenant(DEFAULT_TENANT), keys.by_state(State.COMPLETED)]
+    assert [client.zrange(name, 0, -1) for name in names] == [[kept]] * 3
+    assert set(client.keys()) - before == {keys.RESULTS_TRIMMED}, "nothing is left of them"
+    bodies = client.zrange(keys.requests_of(DEFAULT_TENANT), 0, -1)
+    assert len(bodies) == 1 and client.hget(keys.TENANTS_BYTES, DEFAULT_TENANT) == bodies[0].split()[1]
+    assert not ResultStream(client).missed(cursor), "who had read all has missed nothing"
+
+
 def test_a_slow_reader_loses_no_completion_within_retention_and_is_told_of_those_past_it(client):
     store, results = stores(client)
     completions = ResultStream(client)

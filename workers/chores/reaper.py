@@ -86,7 +86,7 @@ class Reaper(Chore):
         if time.monotonic() - self._trimmed > TRIM_EVERY_S:
             self._trimmed = time.monotonic()
             self._store.trim()
-            self._results.trim()
+        self._results.trim()
 
     def _judge(self) -> bool:
         """Deal with what is due; False: Redis' clock is not where it should be, and nothing was judged."""

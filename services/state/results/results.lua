@@ -1,4 +1,4 @@
--- needs: full results/account
+-- needs: full results/account requests
 -- Acknowledgement and retention of results.
 
 local TERMINAL = {completed = true, failed = true, cancelled = true, timed_out = true}
@@ -76,13 +76,29 @@ function operations.sweep(ask)
   return dropped
 end
 
--- {retention} in ms: forgets results whose records are gone; how many
+-- Takes a rollout whose record is gone out of the lists that name it.
+local function forget_record(id, tenant, tags)
+  if redis.call('EXISTS', KEY.record(id)) == 1 then return end  -- its retention was a longer one
+  redis.call('ZREM', KEY.CREATED, id)
+  redis.call('ZREM', KEY.by_tenant(tenant), id)
+  for state in pairs(TERMINAL) do redis.call('ZREM', KEY.by_state(state), id) end
+  for tag in tags:gmatch('[^,]+') do redis.call('ZREM', KEY.by_tag(tenant, tag), id) end
+end
+
+-- {retention, limit}, ms: forgets so many results whose records are gone, and what else names those; how many
 function operations.trim(ask)
-  local before = now - ask.retention
+  local past, tenants = redis.call('XRANGE', KEY.RESULTS, '-', now - ask.retention - 1, 'COUNT', ask.limit), {}
+  if #past == 0 then return 0 end
   though_full()
-  local oldest = redis.call('XRANGE', KEY.RESULTS, '-', '+', 'COUNT', 1)[1]
-  if not oldest or tonumber(oldest[1]:match('^(%d+)')) >= before then return 0 end
+  for _, entry in ipairs(past) do
+    local its = {}
+    for i = 1, #entry[2], 2 do its[entry[2][i]] = entry[2][i + 1] end
+    forget_record(its.id, its.tenant, its.tags)
+    tenants[its.tenant] = true
+  end
+  for tenant in pairs(tenants) do forget_requests(tenant) end
+  local millis, place = past[#past][1]:match('^(%d+)-(%d+)$')
   -- Readers compare their cursor with it, to learn that they have missed something.
-  redis.call('SET', KEY.RESULTS_TRIMMED, before)
-  return redis.call('XTRIM', KEY.RESULTS, 'MINID', before)
+  redis.call('SET', KEY.RESULTS_TRIMMED, millis)
+  return redis.call('XTRIM', KEY.RESULTS, 'MINID', millis .. '-' .. place + 1)
 end

@@ -16,6 +16,8 @@ from services.state.scripts import Operations
 
 SWEEP_LIMIT = 500
 """Results that one call of the script frees at most: Redis does nothing else meanwhile."""
+TRIM_LIMIT, TRIM_CALLS = 200, 25
+"""The same of results that are forgotten, and how often it is called in a row."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,14 @@ class ResultStore:
         return [Dropped(**row) for row in self._do("sweep", keep=keep_acked, most=most, limit=SWEEP_LIMIT)]
 
     def trim(self) -> int:
-        """Forget results that are past their rollouts' retention; how many there were."""
-        return self._do("trim", retention=self._retention_ms)
+        """Forget results that are past their rollouts' retention, and lists' entries of them; how many."""
+        total = 0
+        for _ in range(TRIM_CALLS):
+            count = self._do("trim", retention=self._retention_ms, limit=TRIM_LIMIT)
+            total += count
+            if count < TRIM_LIMIT:
+                break
+        return total
 
     def stored_bytes(self) -> int:
         """Bytes of ended rollouts' trajectories, as stored."""
