@@ -16,6 +16,8 @@ from services.state.scripts import Operations
 
 SWEEP_LIMIT = 500
 """Results that one call of the script frees at most: Redis does nothing else meanwhile."""
+GONE_MS = 1000
+"""A record is gone for certain so long after its retention: the script that ended it took its time."""
 TRIM_LIMIT, TRIM_CALLS = 200, 25
 """The same of results that are forgotten, and how often it is called in a row."""
 
@@ -66,7 +68,7 @@ class ResultStore:
         """Forget results that are past their rollouts' retention, and lists' entries of them; how many."""
         total = 0
         for _ in range(TRIM_CALLS):
-            count = self._do("trim", retention=self._retention_ms, limit=TRIM_LIMIT)
+            count = self._do("trim", retention=self._retention_ms + GONE_MS, limit=TRIM_LIMIT)
             total += count
             if count < TRIM_LIMIT:
                 break
