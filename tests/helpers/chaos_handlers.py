@@ -9,8 +9,8 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from rollout.trajectory import FinishReason
-from workers.handlers.base import AgentHandler, EvalContext, InitContext, Reward, RunContext
+from rollout.trajectory import Chain, FinishReason, Message, Segment
+from workers.handlers.base import EVERY_STAGE, AgentHandler, EvalContext, InitContext, Reward, RunContext
 
 LOOK_S = 0.05
 
@@ -46,6 +46,40 @@ class Gated(AgentHandler[GatedTask]):
     async def evaluate(self, ctx: EvalContext[GatedTask]) -> Reward:
         await self._pass("eval", ctx)
         return Reward(ctx.task.reward)
+
+
+class NumberedTask(BaseModel):
+    number: int = 0
+
+
+class Numbered(AgentHandler[NumberedTask]):
+    """Does no work and leaves a trajectory and a reward that only its number can have."""
+
+    name = "numbered"
+    Task = NumberedTask
+    uses_model = False
+    repeatable = EVERY_STAGE
+
+    async def init(self, ctx: InitContext[NumberedTask]) -> None:
+        """It has no sandbox."""
+
+    async def run(self, ctx: RunContext[NumberedTask]) -> FinishReason:
+        chain = Chain()
+        asked, said = Message(role="user", content="count"), Message(role="assistant", content="…")
+        chain.append(Segment(role="user", token_ids=[1, 2, 3], messages=[asked]))
+        ids = sampled_of(ctx.task.number)
+        more = {"sampled": True, "logprobs": [-0.5] * len(ids), "call_id": "call-0", "policy_version": "1"}
+        chain.append(Segment(role="assistant", token_ids=ids, messages=[said], **more))
+        ctx.agent.trajectory.chains.append(chain)
+        return FinishReason.STOP
+
+    async def evaluate(self, ctx: EvalContext[NumberedTask]) -> Reward:
+        return Reward(float(ctx.task.number % 2))
+
+
+def sampled_of(number: int) -> list[int]:
+    """The ids that a `Numbered` samples."""
+    return [number // 1000, number % 1000, *range(6)]
 
 
 LEAK_MB = 500
@@ -95,4 +129,4 @@ class Misbehaves(AgentHandler[BadTask]):
             _LEAKED.extend(b"x" * (1 << 20) for _ in range(LEAK_MB))
 
 
-all_handlers = [Gated, Misbehaves]
+all_handlers = [Gated, Misbehaves, Numbered]

@@ -222,12 +222,15 @@ class Stack:
         return process
 
     def start_gateway(self) -> Process:
-        argv = [*GUNICORN, "--threads", "64", "--bind", f"127.0.0.1:{self.port}"]
-        argv += compat_bind(self.env)
-        argv += ["services.gateway.app:create_app()"]
-        process = self.start("gateway", argv)
+        process = self._launch_gateway("gateway", self.port)
         wait_until(lambda: healthy(self.url), 90, "the gateway", process)
         return process
+
+    def _launch_gateway(self, name: str, port: int) -> Process:
+        argv = [*GUNICORN, "--threads", "64", "--bind", f"127.0.0.1:{port}"]
+        argv += compat_bind(self.env)
+        argv += ["services.gateway.app:create_app()"]
+        return self.start(name, argv)
 
     @staticmethod
     def worker_argv(queues: str, name: str) -> list[str]:

@@ -101,6 +101,12 @@ KEYS = {
     "transfer": {
         "mb_per_s",
         "ratio_to_json",
+        *(
+            "served_mb_per_s_1_gateway",
+            "served_mb_per_s_N_gateways",
+            "gateways_ratio",
+            "gateway_cpu_s_per_gb",
+        ),
         "bytes_ratio_to_reference_json",
         "bytes_ratio_to_json_without_input_ids",
     },

@@ -16,10 +16,10 @@ from services.state.scripts import Operations
 
 SWEEP_LIMIT = 500
 """Results that one call of the script frees at most: Redis does nothing else meanwhile."""
-GONE_MS = 1000
-"""A record is gone for certain so long after its retention: the script that ended it took its time."""
 TRIM_LIMIT, TRIM_CALLS = 200, 25
 """The same of results that are forgotten, and how often it is called in a row."""
+GONE_MS = 1000
+"""A record is gone for certain so long after its retention: the script that ended it took its time."""
 
 
 @dataclass(frozen=True)
