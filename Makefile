@@ -13,7 +13,7 @@ PYTEST_PROCESSES ?= 4
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-bench setup-tasks setup-trainer setup-slurm setup-tests demo train-demo up down test check long lint bench screenshots idle soak chaos compose-test slurm-dev slurm-test trainers-test clean
+.PHONY: help setup setup-vllm setup-bench setup-tasks setup-trainer setup-slurm setup-tests demo train-demo up down test check long lint bench screenshots idle soak million chaos compose-test slurm-dev slurm-test trainers-test clean
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -84,6 +84,9 @@ idle: setup-tests ## hold what is promised in seconds to the letter, on a machin
 
 soak: setup ## put 500 sandboxes through while workers and their host are killed (minutes)
 	@ROLLOUT_SANDBOX_WARM=4 $(BIN)/python -m tests.soak.sandboxes
+
+million: setup ## put 1,000,000 rollouts through a head whose parts are killed (hours; the same command goes on where it was: MILLION_ARGS="--for 3600")
+	@$(BIN)/python -m tests.soak.million $(MILLION_ARGS)
 
 chaos: setup ## break a running service in every way we know, then soak it with 5,000 rollouts (40 minutes)
 	@CHAOS_LONG=1 $(BIN)/python -m pytest tests/chaos tests/integration/test_lifecycle_model.py \

@@ -177,7 +177,7 @@ class Trainer:
             state["taken_back"] += max(0, created - sum(number >= state["answered"] for number in part))
         self.ledger.set(answered=state["sent"])
         while not self.stopping.is_set():
-            until = min(state["sent"] + PER_CALL, self.limit, total)
+            until = min(state["sent"] + min(PER_CALL, self.live), self.limit, total)
             if until == state["sent"] or until - self.ledger.count > self.live:
                 time.sleep(0.02)
                 continue

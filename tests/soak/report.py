@@ -28,7 +28,7 @@ def write(directory: Path, ledger: Ledger, cores: int | None) -> dict[str, Any]:
     growth = round(rests[-1]["redis_mb"] / rests[0]["redis_mb"], 3) if len(rests) > 1 else None
     zero = {
         "ended_twice": len(state["twice"]),
-        "lost": state["answered"] - ledger.count if not state.get("open") else 0,
+        "lost": state["answered"] - ledger.count,
         "wrong": len(state["wrong"]),
     }
     figures = {
