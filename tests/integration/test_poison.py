@@ -35,6 +35,7 @@ def test_a_rollout_that_ends_three_workers_is_ended_and_its_neighbours_lose_noth
     assert {item.state for item in items} == {State.COMPLETED}
     # Without a log it is another attempt, which is not counted against those that a rollout may have.
     assert {item.attempt for item in items} == {1 if repeatable else 3}
+    assert not client.exists(keys.SUSPECTS), "nothing is kept of workers that are gone"
 
 
 def test_a_takeover_costs_no_attempt_and_the_second_without_a_turn_does(client, store):

@@ -255,6 +255,7 @@ end
 local function count_death(r, stage)
   local count = deaths(r, stage) + 1
   write(r.id, {deaths = count, deaths_in = stage, deaths_at = turns(r)})
+  redis.call('HDEL', KEY.SUSPECTS, r.owner)
   return count
 end
 
