@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import re
 import signal
@@ -40,46 +39,50 @@ from tests.helpers.stack import Process, RedisServer, free_port, healthy, wait_u
 from tests.soak import report
 from tests.soak.ledger import Ledger, Trainer
 
-SAMPLE_S = 5.0
-LOOK_S = 0.25
+GATEWAYS, WORKERS = 2, 2
+"""Processes; workers for each stage."""
 SLOTS = 32
 """Of a worker process."""
 LEASES = 1.3
 """For so many of them a worker is frozen."""
 END_S = 900.0
 """Without a result, and what has not ended by then is lost."""
+SAMPLE_S = 5.0
+LOOK_S = 0.25
 QUIET_LOOKS = 5
 """At a Redis that has nothing to do, a second apart."""
+EVERY = {"worker": 9000, "gateway": 18_000, "redis": 45_000, "freeze": 90_000}
+"""Rollouts from one fault to the next, on average: a minute for the first on an idle machine."""
 
 
 class Head(Chaos):
-    """Redis, gateways and fleets, of which each first process is only frozen."""
+    """Redis, gateways and fleets; the first process of each kind is only frozen."""
 
     def __init__(self, directory: Path, sandboxes: Path, options: argparse.Namespace) -> None:
-        server = directory / "redis"
-        server.mkdir(exist_ok=True)
+        (directory / "redis").mkdir(exist_ok=True)
         env = {} if options.quick else shipped()
-        env |= {"ROLLOUT_LOG_LEVEL": "WARNING", "ROLLOUT_PRELOAD_TOKENIZERS": "0"}
-        env |= {"ROLLOUT_RETENTION_S": str(options.retention)}
-        super().__init__(directory, sandboxes, env, RedisServer(server))
-        self.ports = [self.port, *(free_port() for _ in range(options.gateways - 1))]
-        self.gateways = {"gateway": self.gateway}
-        for number, port in enumerate(self.ports[1:], 1):
-            self.gateways[f"gateway{number}"] = self._launch_gateway(f"gateway{number}", port)
+        env |= {"ROLLOUT_LOG_LEVEL": "WARNING", "ROLLOUT_RETENTION_S": str(options.retention)}
+        env |= {"ROLLOUT_PRELOAD_TOKENIZERS": "0"}
+        super().__init__(directory, sandboxes, env, RedisServer(directory / "redis"))
+        self.ports = [self.port, *(free_port() for _ in range(GATEWAYS - 1))]
+        self.gateways = [self.gateway]
+        self.gateways += [self._launch_gateway(f"gateway{port}", port) for port in self.ports[1:]]
         self.urls = [f"http://127.0.0.1:{port}" for port in self.ports]
         wait_until(lambda: all(map(healthy, self.urls)), 120, "the gateways")
 
-    def start_fleets(self, queues: list[str], each: int) -> None:
+    def start_fleets(self, queues: list[str]) -> None:
+        """Workers under names that they keep when they are started again, as by a supervisor."""
         for line in queues:
-            for number in range(each):
-                self.start_anew(f"{line.replace(',', '-')}{number}", line)
+            for number in range(WORKERS):
+                name = f"{line.replace(',', '-')}{number}"
+                self.workers[name] = self._launch_worker(line, name, slots=SLOTS)
         for worker in self.workers.values():
             self._await_worker(worker)
 
-    def start_anew(self, name: str, queues: str) -> None:
-        """A worker under its name, as a supervisor does."""
-        self.workers[name] = self._launch_worker(queues, name, slots=SLOTS)
-        self.workers[name].queues = queues
+    def spared(self) -> dict[str, Process]:
+        """What is never killed, by its kind."""
+        workers = {name[:-1]: worker for name, worker in self.workers.items() if name.endswith("0")}
+        return {"gateway": self.gateway, **workers}
 
     def kill(self, process: Process) -> None:
         process.kill()
@@ -91,10 +94,13 @@ class Head(Chaos):
             return self.redis.client.xinfo_stream(keys.RESULTS)["last-generated-id"]
         return "0-0"
 
-    def kinds_of_keys(self) -> Counter[str]:
+    def used_mb(self) -> float:
+        return self.redis.client.info("memory")["used_memory"] / 1e6
+
+    def kinds_of_keys(self) -> dict[str, int]:
         """How many keys there are, by names without ids."""
         names = self.redis.client.scan_iter(count=1000)
-        return Counter(re.sub(r"\{.*?\}|[0-9a-f]{16,}|\d+", "#", name) for name in names)
+        return dict(Counter(re.sub(r"\{.*?\}|[0-9a-f]{16,}|\d+", "#", name) for name in names))
 
 
 class Million:
@@ -104,130 +110,98 @@ class Million:
         self.head, self.ledger, self.options = head, ledger, options
         self.trainer = Trainer(ledger, head.urls, options.live)
         self.random = random.Random(f"{ledger.seed} {ledger.state['pieces']}")
-        every = {self._worker: options.worker_every, self._gateway: options.gateway_every}
-        every |= {self._redis: options.redis_every, self._freeze: options.freeze_every}
-        self.every = {fault: number for fault, number in every.items() if number}
+        self.every = {fault: every for fault in EVERY if (every := getattr(options, f"{fault}_every"))}
         self.next = {fault: ledger.count + self._apart(fault) for fault in self.every}
-        self.recovering: list[tuple[str, float, Callable[[], bool]]] = []
-        self.file = (head.directory / "samples.jsonl").open("a")
+        self.recovering: list[tuple[list, float, Callable[[], bool]]] = []
+        """Entries of the ledger, since when, and what tells that all is as before."""
         self.memory: dict[str, list[float]] = defaultdict(list)
-        """By kind of process, of those that are only frozen."""
+        """By kind of process."""
         self.began = time.monotonic() - ledger.state["seconds"]
+        """Less what the pieces before took, and rests."""
         self.until = time.monotonic() + (options.for_ or float("inf"))
         self.sampled_at = 0.0
 
-    def _apart(self, fault: Callable[[], None]) -> int:
+    def _apart(self, fault: str) -> int:
         return round(self.every[fault] * self.random.uniform(0.5, 1.5))
-
-    @property
-    def seconds(self) -> float:
-        """For which the service has been at work, in all pieces."""
-        return time.monotonic() - self.began
 
     def run(self) -> None:
         """Go on until all have ended and are forgotten, or the time is over."""
         ledger, tenth = self.ledger, -(-self.ledger.total // self.options.rests)
         ledger.set(pieces=ledger.state["pieces"] + 1)
-        self.trainer.start()
-        while self.trainer.failure is None:
+        while ledger.count < ledger.total and time.monotonic() < self.until:
             goal = min(ledger.total, (len(ledger.state["rests"]) + 1) * tenth)
-            self.trainer.limit = ledger.state["sent"] if time.monotonic() > self.until else goal
+            self.trainer.limit = goal
             if not self._work():
                 break
             if ledger.count >= goal:
                 self._rest()
-            if ledger.count == ledger.total or time.monotonic() > self.until:
-                break
         self.trainer.stopping.set()
-        self._note_growth()
-        ledger.set(seconds=self.seconds)
         if self.trainer.failure:
             raise self.trainer.failure
+        for kind, values in self.memory.items():
+            if tenth := len(values) // 10:  # the end over what it was once warm; the most of all pieces
+                ratio = statistics.median(values[-tenth:]) / statistics.median(values[tenth : 2 * tenth])
+                ledger.state["growth"][kind] = max(round(ratio, 3), ledger.state["growth"].get(kind, 0.0))
+        ledger.set(seconds=time.monotonic() - self.began)
 
     def _work(self) -> bool:
         """Break things until what is to be submitted has ended; False: nothing has for too long."""
-        ledger, latest = self.ledger, (self.ledger.count, time.monotonic())
-        while self.trainer.failure is None and (ledger.count < self.trainer.limit or self.recovering):
+        ledger, trainer, latest = self.ledger, self.trainer, (-1, 0.0)
+        while trainer.failure is None and (ledger.count < trainer.limit or self.recovering):
             time.sleep(LOOK_S)
-            self._note_recoveries()
             if ledger.count != latest[0]:
                 latest = ledger.count, time.monotonic()
             elif time.monotonic() - latest[1] > END_S:
                 return False
             if time.monotonic() > self.until:
-                self.trainer.limit = ledger.state["sent"]
-            self._sample()
+                trainer.limit = ledger.state["sent"]
+            self._look()
             for fault in self.every:
-                if self.next[fault] <= ledger.count < self.trainer.limit:
-                    fault()
+                if self.next[fault] <= ledger.count < trainer.limit:
+                    self._break(fault)
                     self.next[fault] = ledger.count + self._apart(fault)
-        return self.trainer.failure is None
+        return trainer.failure is None
 
-    # -- what is broken -------------------------------------------------------------------------
+    def _break(self, fault: str) -> None:
+        head, under_way = self.head, self.ledger.under_way()
+        recovered = lambda: bool(self.ledger.ended[under_way].all())  # noqa: E731
+        began = time.monotonic()
+        if fault == "worker":
+            name = self.random.choice(sorted(set(head.workers) - {f"{kind}0" for kind in head.spared()}))
+            head.kill(head.workers[name])
+            head.workers[name] = head._launch_worker(name[:-1].replace("-", ","), name, slots=SLOTS)
+        elif fault == "gateway":
+            place = self.random.randrange(1, GATEWAYS)
+            recovered = lambda: healthy(head.urls[place])  # noqa: E731
+            head.kill(head.gateways[place])
+            head.gateways[place] = head._launch_gateway(f"gateway{head.ports[place]}", head.ports[place])
+        elif fault == "redis":
+            head.restart_redis()
+        else:
+            frozen = self.random.choice([p for kind, p in head.spared().items() if kind != "gateway"]).popen
+            frozen.send_signal(signal.SIGSTOP)
+            seconds = LEASES * float(head.env["ROLLOUT_LEASE_S"])
+            threading.Timer(seconds, frozen.send_signal, [signal.SIGCONT]).start()
+        entry = [round(began - self.began, 1), None]
+        self.ledger.state["faults"].setdefault(fault, []).append(entry)
+        self.recovering.append((entry, began, recovered))
 
-    def _worker(self) -> None:
-        name = self.random.choice([name for name in self.head.workers if not name.endswith("0")])
-        worker = self.head.workers[name]
-        self._wait_for("worker", self._all_ended())
-        self.head.kill(worker)
-        self.head.start_anew(name, worker.queues)
-
-    def _gateway(self) -> None:
-        number = self.random.randrange(1, len(self.head.ports))
-        name, url = f"gateway{number}", self.head.urls[number]
-        self._wait_for("gateway", lambda: healthy(url))
-        self.head.kill(self.head.gateways[name])
-        self.head.gateways[name] = self.head._launch_gateway(name, self.head.ports[number])
-
-    def _redis(self) -> None:
-        self._wait_for("redis", self._all_ended())
-        self.head.restart_redis()
-
-    def _freeze(self) -> None:
-        name = self.random.choice([name for name in self.head.workers if name.endswith("0")])
-        worker, lease_s = self.head.workers[name], float(self.head.env["ROLLOUT_LEASE_S"])
-        self._wait_for("freeze", self._all_ended())
-        worker.popen.send_signal(signal.SIGSTOP)
-        threading.Timer(LEASES * lease_s, worker.popen.send_signal, [signal.SIGCONT]).start()
-
-    def _all_ended(self) -> Callable[[], bool]:
-        """Whether all that is under way now has ended."""
-        numbers = self.ledger.open()
-        return lambda: bool(self.ledger.ended[numbers].all())
-
-    def _wait_for(self, fault: str, recovered: Callable[[], bool]) -> None:
-        kills = self.ledger.state["kills"].setdefault(fault, [])
-        kills.append(None)
-        self.recovering.append((fault, len(kills) - 1, time.monotonic(), recovered))
-
-    def _note_recoveries(self) -> None:
-        for entry in list(self.recovering):
-            fault, place, began, recovered = entry
-            if recovered():
-                self.ledger.state["kills"][fault][place] = round(time.monotonic() - began, 1)
-                self.recovering.remove(entry)
-
-    # -- what is looked at ----------------------------------------------------------------------
-
-    def _sample(self) -> None:
-        if time.monotonic() < self.sampled_at + SAMPLE_S:
+    def _look(self) -> None:
+        """Note what has recovered, and now and then how large everything is."""
+        now = time.monotonic()
+        for entry, began, recovered in self.recovering:
+            entry[1] = round(now - began, 1) if recovered() else None
+        self.recovering = [waiting for waiting in self.recovering if waiting[0][1] is None]
+        if now < self.sampled_at + SAMPLE_S:
             return
-        self.sampled_at = time.monotonic()
-        with suppress(redis.RedisError):
-            row = {"t": round(self.seconds, 1), "ended": self.ledger.count, "redis": self._redis_mb()}
-            row |= {kind: memory_mb([process.pid], "rss") for kind, process in self._lasting().items()}
-            self.file.write(json.dumps(row) + "\n")
-            self.file.flush()
-            for kind in row.keys() - {"t", "ended", "redis"}:
-                self.memory[kind].append(row[kind])
-            self.ledger.set(seconds=self.seconds)
-
-    def _lasting(self) -> dict[str, Process]:
-        workers = {f"worker {name[:-1]}": w for name, w in self.head.workers.items() if name.endswith("0")}
-        return {"gateway": self.head.gateways["gateway"], **workers}
-
-    def _redis_mb(self) -> float:
-        return self.head.redis.client.info("memory")["used_memory"] / 1e6
+        self.sampled_at = now
+        sizes = {kind: memory_mb([process.pid], "rss") for kind, process in self.head.spared().items()}
+        with suppress(redis.RedisError), (self.head.directory / "samples.jsonl").open("a") as file:
+            row = {"t": round(now - self.began, 1), "ended": self.ledger.count, "redis": self.head.used_mb()}
+            file.write(json.dumps(row | sizes) + "\n")
+        for kind, size in sizes.items():
+            self.memory[kind].append(size)
+        self.ledger.set(seconds=now - self.began)
 
     def _rest(self) -> None:
         """Wait until Redis has forgotten all rollouts and what they left, and note what it still has."""
@@ -237,20 +211,10 @@ class Million:
             time.sleep(1.0)
             if time.monotonic() - began > END_S:
                 break
-        redis_mb = min(self._redis_mb() for _ in range(QUIET_LOOKS) if time.sleep(1.0) is None)
-        kinds = dict(self.head.kinds_of_keys())
-        rest = {"ended": self.ledger.count, "redis_mb": redis_mb, "keys": kinds}
+        redis_mb = min(self.head.used_mb() for _ in range(QUIET_LOOKS) if time.sleep(1.0) is None)
+        rest = {"ended": self.ledger.count, "redis_mb": redis_mb, "keys": self.head.kinds_of_keys()}
         self.ledger.set(rests=[*self.ledger.state["rests"], rest])
-        self.began += time.monotonic() - began  # the service had nothing to do
-
-    def _note_growth(self) -> None:
-        """Memory at the end of the piece over that once it was warm, of each kind the most of all pieces."""
-        for kind, values in self.memory.items():
-            tenth = len(values) // 10
-            if tenth:
-                ratio = statistics.median(values[-tenth:]) / statistics.median(values[tenth : 2 * tenth])
-                known = self.ledger.state["growth"]
-                known[kind] = max(round(ratio, 3), known.get(kind, 0.0))
+        self.began += time.monotonic() - began
 
 
 def main() -> int:
@@ -261,23 +225,14 @@ def main() -> int:
     )
     parser.add_argument("--rollouts", type=int, default=1_000_000)
     parser.add_argument("--directory", type=Path, default=Path(".local/million"))
-    parser.add_argument(
-        "--for", type=float, dest="for_", help="seconds, then end in order; go on another time"
-    )
+    parser.add_argument("--for", type=float, dest="for_", help="seconds of this piece; none = to the end")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--gateways", type=int, default=2)
-    parser.add_argument("--workers", type=int, default=2, help="processes of each stage")
     parser.add_argument("--live", type=int, default=1000, help="rollouts under way at most")
     parser.add_argument("--retention", type=float, default=60.0, help="seconds")
     parser.add_argument("--rests", type=int, default=10, help="looks at a Redis that has nothing to do")
-    for fault, number in (("worker", 9000), ("gateway", 18_000), ("redis", 45_000), ("freeze", 90_000)):
-        text = (
-            f"rollouts from one fault of a {fault} to the next; 0 = none" if fault != "freeze" else "the same"
-        )
-        parser.add_argument(f"--{fault}-every", type=int, default=number, help=text)
-    parser.add_argument(
-        "--quick", action="store_true", help="short leases, and workers that serve every stage"
-    )
+    for fault, every in EVERY.items():
+        parser.add_argument(f"--{fault}-every", type=int, default=every, help="in rollouts; 0 = never")
+    parser.add_argument("--quick", action="store_true", help="short leases; each worker serves every stage")
     options = parser.parse_args()
     directory = options.directory.resolve()
     directory.mkdir(parents=True, exist_ok=True)
@@ -288,10 +243,10 @@ def main() -> int:
     ):
         ledger.take_back(head.latest_end())
         million = Million(head, ledger, options)
-        million.trainer.catch_up()
-        head.start_fleets([",".join(STAGES)] if options.quick else list(STAGES), options.workers)
+        million.trainer.start()
+        head.start_fleets([",".join(STAGES)] if options.quick else list(STAGES))
         million.run()
-    result = report.write(directory, ledger, os.cpu_count())
+    result = report.write(directory, ledger)
     print(json.dumps(result))
     return 0 if result["held"] else 1
 
