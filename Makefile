@@ -86,7 +86,7 @@ soak: setup ## put 500 sandboxes through while workers and their host are killed
 	@ROLLOUT_SANDBOX_WARM=4 $(BIN)/python -m tests.soak.sandboxes
 
 million: setup ## put 1,000,000 rollouts through a head whose parts are killed (hours; the same command goes on where it was: MILLION_ARGS="--for 3600")
-	@$(BIN)/python -m tests.soak.million $(MILLION_ARGS)
+	@$(BIN)/python -m tests.soak.million --directory $(HOME_DIR)/million $(MILLION_ARGS)
 
 chaos: setup ## break a running service in every way we know, then soak it with 5,000 rollouts (40 minutes)
 	@CHAOS_LONG=1 $(BIN)/python -m pytest tests/chaos tests/integration/test_lifecycle_model.py \
