@@ -35,7 +35,9 @@ def write(directory: Path, ledger: Ledger) -> dict[str, Any]:
         **{"submitted": state["answered"], "ended": ledger.count, **zero, "finished": finished},
         **{"redis_growth": growth, "memory_growth": state["growth"]},
         "faults": {fault: len(entries) for fault, entries in state["faults"].items()},
-        "recovery_s": {f: {"median": statistics.median(s), "max": max(s)} for f, s in took.items() if s},
+        "recovery_s": {
+            f: {"median": round(statistics.median(s), 1), "max": max(s)} for f, s in took.items() if s
+        },
         **{"rollouts_per_s": round(ledger.count / max(state["seconds"], 1.0), 1), "pieces": state["pieces"]},
         **{"hours": round(state["seconds"] / 3600, 2), "cores": os.cpu_count()},
         **{name: state[name] for name in ("not_completed", "taken_back", "missed")},
