@@ -13,10 +13,13 @@ MOST_PRELOAD_BYTES = 1 << 16
 
 
 def write_private(path, text):
-    """Write a file that only its owner reads, in place of whatever is there."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
+    """Write a file that only its owner reads, in place of whatever is there.
+
+    Not emptied first: after that, ext4 would bring what is written to the disk before it lets go of it.
+    """
+    data = text.encode("utf-8", "surrogateescape")
     try:
-        fd = os.open(path, flags, 0o600)
+        _write_over(path, data)
     except OSError:  # something else is there (a pipe without reader would block without the flag), or closed
         from archive import remove  # slow to import, and of rare use
 
@@ -25,9 +28,18 @@ def write_private(path, text):
             os.makedirs(directory, mode=0o700)
         os.chmod(directory, 0o700)
         remove(path)
-        fd = os.open(path, flags, 0o600)
-    with os.fdopen(fd, "w", encoding="utf-8", errors="surrogateescape") as file:
-        file.write(text)
+        _write_over(path, data)
+
+
+def _write_over(path, data):
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    try:
+        size = len(data)
+        while data:
+            data = data[os.write(fd, data) :]
+        os.ftruncate(fd, size)
+    finally:
+        os.close(fd)
 
 
 def open_root():
