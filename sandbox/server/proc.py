@@ -102,15 +102,16 @@ def terminal_readers(group, terminal):
                 continue
             if fields[0] in (b"R", b"D"):
                 return frozenset()
-            if fields[0] == b"S" and _waits_for(pid, base, terminal):
+            if fields[0] == b"S" and waits_for(pid, base, terminal):
                 readers.add((thread, _sleeps(base)))
     return frozenset(readers)
 
 
-def _waits_for(pid, base, terminal):
+def waits_for(pid, base, terminal):
+    """Whether a thread of a process, `base` in /proc, certainly waits for input from that terminal."""
     try:
-        with open(base + "/syscall") as file:
-            words = file.read().split()
+        with open(base + "/syscall", "rb", 0) as file:
+            words = file.read(256).split()
         call = _CALLS.get(int(words[0]))
         arguments = [int(word, 16) for word in words[1:7]]
         descriptors = _watched(call, arguments, pid) if call else []

@@ -23,6 +23,7 @@ EXIT_READ_ROUNDS = 1024  # of what a shell that ended left behind
 EXIT_TIMEOUT_S = 2.0  # from the closing of the terminal to the end of bash; then it is killed
 LATE_MAX_CHARS = 4000
 MOST_LINE_BYTES = 4095  # of one line of input in canonical mode; the kernel drops the rest silently
+TERMIOS_BYTES = 64  # more than the kernel's structure has anywhere
 TIOCGPTN = 0x80045430
 TIOCGPTPEER = 0x5441
 
@@ -46,7 +47,9 @@ class Session:
         self._scanner = MarkerScanner(bash.nonce)
         self._number = 0
         self._to_type = bytearray()
-        self._inside = False  # between the markers of the command
+        self._typed = False  # since the command began, something that it may not have read
+        self._inside = False  # the command's own output comes
+        self._attributes = None  # of the terminal, as it is to be
         self.ending = None
         """How the command ended: "marker", "exited", or None while it runs."""
         self.exit_code = None
@@ -63,20 +66,29 @@ class Session:
     def start(self, command, capture, ours=False):
         """Run `command` (text without NUL); its output goes to `capture`. `ours`: not the agent's."""
         write_private(self._command_file, command + "\n")
-        os.kill(self.pid, signal.SIGCONT)  # a background job may have stopped it
-        set_terminal(self.fd)
-        self._drop_input()
+        stopped = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        if stopped:  # by a background job
+            os.kill(self.pid, signal.SIGCONT)
+        if self._attributes != fcntl.ioctl(self.fd, termios.TCGETS, bytes(TERMIOS_BYTES)):
+            set_terminal(self.fd)
+            self._attributes = fcntl.ioctl(self.fd, termios.TCGETS, bytes(TERMIOS_BYTES))
+        if self._typed:
+            self._drop_input()
+        at_prompt = not stopped and proc.waits_for(self.pid, "/proc/%d" % self.pid, self.terminal)
+        self.read()  # all that bash said before it waited
         self.capture, self._reel = capture, None if ours else TAPE.begin("bash")
-        self._begin(r"\builtin . " + self._command_file + ("; " + framing.LAST if ours else ""))
+        self._begin(r"\builtin . " + self._command_file + ("; " + framing.LAST if ours else ""), at_prompt)
 
-    def _begin(self, line):
+    def _begin(self, line, at_prompt=False):
         self._number += 1
         self._to_type = bytearray()
         self.ending = self.exit_code = None
-        self.queue(framing.framed(self._number, line).encode() + b"\n")
+        self.queue(framing.framed(self._number, line, at_prompt).encode() + b"\n")
+        self._inside, self._typed = at_prompt, False
 
     def queue(self, data):
         """Type `data`, now as far as the terminal takes it; :meth:`wants_to_type` tells of the rest."""
+        self._typed = True
         self._to_type += data
         self.type_queued()
 
@@ -103,7 +115,7 @@ class Session:
         """Ask a shell that lost its PROMPT_COMMAND, and is back at the prompt, for the marker."""
         if self.foreground() != self.pid or self._rc_file not in proc.command_line(self.pid):
             return  # another program runs, or `exec` has put one in the shell's place
-        self.queue(b"\n" + framing.END.encode() + b"\n")
+        self.queue(b"\n" + framing.end(self._number).encode() + b"\n")
 
     def _drop_input(self):
         """Drop what was typed and not read. On the slave: flushing the master would drop the output."""
@@ -231,7 +243,7 @@ class Session:
 
     def signal_foreground(self, number):
         """Signal what runs in the foreground. All but SIGINT spare the shell if there is something else."""
-        group = self.foreground()
+        group, self._typed = self.foreground(), True
         try:
             if group == self.pid and number != signal.SIGINT:  # without job control all is the shell's group
                 for pid in [p for p in proc.group_members(group) if p != self.pid] or [self.pid]:
