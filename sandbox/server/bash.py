@@ -52,11 +52,11 @@ def _become(argv, env, cwd, confine):
 
 def set_terminal(fd):
     """No echo, no output translation, signals and line input on: whatever the last command left behind."""
-    attributes = termios.tcgetattr(fd)
-    attributes[0] = termios.ICRNL
-    attributes[1] = 0
-    attributes[3] = (attributes[3] | termios.ISIG | termios.ICANON) & ~(termios.ECHO | termios.ECHONL)
-    termios.tcsetattr(fd, termios.TCSANOW, attributes)
+    now = termios.tcgetattr(fd)
+    local = (now[3] | termios.ISIG | termios.ICANON) & ~(termios.ECHO | termios.ECHONL)
+    wanted = [termios.ICRNL, 0, now[2], local, *now[4:]]
+    if wanted != now:  # else it would only wake who reads there
+        termios.tcsetattr(fd, termios.TCSANOW, wanted)
 
 
 def find_program(name, path):

@@ -9,8 +9,6 @@ for good (`exec >file`), no assignment that a read-only variable could make fail
 printing a second marker should it stay. Input that the command was sent and did not read is dropped, else
 bash would run it as a command of its own. `2>/dev/null` hides all this from `set -x`. DEBUG and RETURN traps
 last for one command: they would act on all of this, and bash does not let a sourced file remove them.
-
-All of it is run for each command, and takes longer than a short one: few functions and redirections.
 """
 
 _RC = r"""
@@ -25,7 +23,6 @@ __sbx_begin() {
     builtin return "$__sbx_code"
 }
 __sbx_say() { builtin printf '\036@NONCE@;%s;%s;@NONCE@\036' "$1" "$2"; }
-__sbx_last() { builtin return "$__sbx_code"; }
 __sbx_prompt() { [[ -z $__sbx_number ]] || __sbx_mark "$1" "$__sbx_number"; }
 __sbx_mark() {
     __sbx_code="$1" __sbx_number=
@@ -37,7 +34,7 @@ __sbx_mark() {
     builtin unset -v PROMPT_COMMAND
     [[ -z $PS1$PS2 ]] || { builtin printf -v PS1 ''; builtin printf -v PS2 ''; }
 }
-readonly -f __sbx_begin __sbx_say __sbx_last __sbx_prompt __sbx_mark
+readonly -f __sbx_begin __sbx_say __sbx_prompt __sbx_mark
 __sbx_back='{ __sbx_prompt "$?"; builtin trap - DEBUG RETURN; } 2>/dev/null'
 readonly __sbx_back
 PROMPT_COMMAND=$__sbx_back
@@ -49,18 +46,17 @@ def rc_file(nonce):
     return _RC.replace("@NONCE@", nonce)
 
 
-def framed(number, line, at_prompt):
+def framed(number, line, at_prompt, ours):
     """What is typed to run `line` as command `number`. `&& :` keeps the ERR trap out of it; `||` is for a
     shell that cannot redirect any more (restricted, no descriptors left). `at_prompt`: bash has said all that
-    belongs to the command before, so that no marker need tell where the output of this one begins.
+    belongs to the command before, so no marker need tell where this one's output begins. `ours`: the agent
+    is not to see it, and `$?` stays its last command's.
     """
     begin = r"{ \__sbx_begin %d %s&& :; } 2>/dev/null" % (number, "" if at_prompt else "b ")
-    return r'%s; %s; %s || \__sbx_mark "$?" %d' % (begin, line, end(number), number)
+    code = "$__sbx_code" if ours else "$?"
+    return r'%s; %s; %s || \__sbx_mark "%s" %d' % (begin, line, end(number, code), code, number)
 
 
-def end(number):
+def end(number, code="$?"):
     """Typed alone it has a shell at its prompt print the marker once more."""
-    return r'{ \__sbx_mark "$?" %d; \builtin trap - DEBUG RETURN; } 2>/dev/null' % number
-
-
-LAST = r"\__sbx_last && :"  # typed behind what the agent is not to see: `$?` stays its last command's
+    return r'{ \__sbx_mark "%s" %d; \builtin trap - DEBUG RETURN; } 2>/dev/null' % (code, number)

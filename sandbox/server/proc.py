@@ -12,6 +12,7 @@ _CALLS = {
     "x86_64": {0: "read", 19: "read", 23: "select", 270: "select", 7: "poll", 271: "ppoll"},
     "aarch64": {63: "read", 65: "read", 72: "select", 73: "ppoll"},
 }.get(os.uname().machine, {})
+READS = {b"%d" % number for number, name in _CALLS.items() if name == "read"}
 _POLLFD = struct.Struct("ihh")
 _POLL_IN = 0x1
 _MOST_FDS = 64  # a process that watches more is a server, not at a prompt
@@ -102,20 +103,20 @@ def terminal_readers(group, terminal):
                 continue
             if fields[0] in (b"R", b"D"):
                 return frozenset()
-            if fields[0] == b"S" and waits_for(pid, base, terminal):
+            if fields[0] == b"S" and _waits_for(pid, base, terminal):
                 readers.add((thread, _sleeps(base)))
     return frozenset(readers)
 
 
-def waits_for(pid, base, terminal):
-    """Whether a thread of a process, `base` in /proc, certainly waits for input from that terminal."""
+def _waits_for(pid, base, terminal):
     try:
-        with open(base + "/syscall", "rb", 0) as file:
-            words = file.read(256).split()
+        with open(base + "/syscall") as file:
+            words = file.read().split()
         call = _CALLS.get(int(words[0]))
         arguments = [int(word, 16) for word in words[1:7]]
         descriptors = _watched(call, arguments, pid) if call else []
-        return bool(descriptors) and all(_is_terminal(pid, fd, terminal) for fd in descriptors)
+        devices = {os.stat("/proc/%d/fd/%d" % (pid, fd)).st_rdev for fd in descriptors}
+        return bool(devices) and devices <= {terminal, _TTY_DEVICE}
     except (OSError, ValueError, IndexError, OverflowError, struct.error):
         return False  # it ran just then, has ended, or may not be looked at
 
@@ -144,10 +145,6 @@ def _memory(pid, address, size):
         return os.pread(fd, size, address)
     finally:
         os.close(fd)
-
-
-def _is_terminal(pid, fd, terminal):
-    return os.stat("/proc/%d/fd/%d" % (pid, fd)).st_rdev in (terminal, _TTY_DEVICE)
 
 
 def _sleeps(base):

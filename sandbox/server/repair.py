@@ -13,10 +13,7 @@ MOST_PRELOAD_BYTES = 1 << 16
 
 
 def write_private(path, text):
-    """Write a file that only its owner reads, in place of whatever is there.
-
-    Not emptied first: after that, ext4 would bring what is written to the disk before it lets go of it.
-    """
+    """Write a file that only its owner reads, in place of whatever is there."""
     data = text.encode("utf-8", "surrogateescape")
     try:
         _write_over(path, data)
@@ -32,6 +29,7 @@ def write_private(path, text):
 
 
 def _write_over(path, data):
+    # Not emptied first: of what was, ext4 brings the new content to the disk before `close` returns.
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         size = len(data)

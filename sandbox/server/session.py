@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import io
 import os
 import signal
 import struct
@@ -15,7 +16,7 @@ import proc
 from bash import set_terminal
 from output import Capture, MarkerScanner
 from repair import write_private
-from tape import TAPE
+from tape import TAPE, Reel
 
 READ_BYTES = 65536
 READ_ROUNDS = 64  # then the caller looks at the clock
@@ -23,7 +24,6 @@ EXIT_READ_ROUNDS = 1024  # of what a shell that ended left behind
 EXIT_TIMEOUT_S = 2.0  # from the closing of the terminal to the end of bash; then it is killed
 LATE_MAX_CHARS = 4000
 MOST_LINE_BYTES = 4095  # of one line of input in canonical mode; the kernel drops the rest silently
-TERMIOS_BYTES = 64  # more than the kernel's structure has anywhere
 TIOCGPTN = 0x80045430
 TIOCGPTPEER = 0x5441
 
@@ -49,14 +49,14 @@ class Session:
         self._to_type = bytearray()
         self._typed = False  # since the command began, something that it may not have read
         self._inside = False  # the command's own output comes
-        self._attributes = None  # of the terminal, as it is to be
+        self._call = None  # the file in /proc that tells what bash waits for
         self.ending = None
         """How the command ended: "marker", "exited", or None while it runs."""
         self.exit_code = None
         self.cwd = os.fsencode(cwd)
         self.capture = Capture(2)
         self.late = Capture(LATE_MAX_CHARS)
-        self._reel = None
+        self._reel = Reel("bash", 0)
         self.read_bytes = 0
         """All that was ever read; tells whether something was."""
         self._begin(": ")
@@ -69,22 +69,28 @@ class Session:
         stopped = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
         if stopped:  # by a background job
             os.kill(self.pid, signal.SIGCONT)
-        if self._attributes != fcntl.ioctl(self.fd, termios.TCGETS, bytes(TERMIOS_BYTES)):
-            set_terminal(self.fd)
-            self._attributes = fcntl.ioctl(self.fd, termios.TCGETS, bytes(TERMIOS_BYTES))
+        set_terminal(self.fd)
         if self._typed:
             self._drop_input()
-        at_prompt = not stopped and proc.waits_for(self.pid, "/proc/%d" % self.pid, self.terminal)
+        at_prompt = not stopped and self._at_prompt()
         self.read()  # all that bash said before it waited
-        self.capture, self._reel = capture, None if ours else TAPE.begin("bash")
-        self._begin(r"\builtin . " + self._command_file + ("; " + framing.LAST if ours else ""), at_prompt)
+        self.capture, self._reel = capture, Reel("bash", 0) if ours else TAPE.begin("bash")
+        self._begin(r"\builtin . " + self._command_file, at_prompt, ours)
 
-    def _begin(self, line, at_prompt=False):
+    def _begin(self, line, at_prompt=False, ours=False):
         self._number += 1
         self._to_type = bytearray()
         self.ending = self.exit_code = None
-        self.queue(framing.framed(self._number, line, at_prompt).encode() + b"\n")
+        self.queue(framing.framed(self._number, line, at_prompt, ours).encode() + b"\n")
         self._inside, self._typed = at_prompt, False
+
+    def _at_prompt(self):
+        """Whether bash waits for a line: after a command it reads nothing else. False when nobody can tell."""
+        try:
+            self._call = self._call or io.FileIO("/proc/%d/syscall" % self.pid)
+            return os.pread(self._call.fileno(), 8, 0).split()[0] in proc.READS
+        except OSError:
+            return False
 
     def queue(self, data):
         """Type `data`, now as far as the terminal takes it; :meth:`wants_to_type` tells of the rest."""
@@ -156,7 +162,7 @@ class Session:
 
     def _keep(self, data):
         (self.capture if self._inside else self.late).add(data)
-        if self._inside and self._reel is not None:
+        if self._inside:
             self._reel.add(data)
 
     def _on_marker(self, kind, value):
@@ -168,10 +174,10 @@ class Session:
                 self.late = Capture(LATE_MAX_CHARS)
             self._inside = False
             self.ending = "marker"
-            self._end_reel()
+            self._reel.end()
             self._to_type = bytearray()
             self.exit_code = value[1]
-            self._update_cwd(value[2])
+            self.update_cwd(value[2])
 
     def _on_exit(self):
         self._keep(self._scanner.flush())
@@ -183,11 +189,7 @@ class Session:
             self.exit_code = 128 + number if code is None else code
         self.ending = "exited"
         self._inside = False
-        self._end_reel()
-
-    def _end_reel(self):
-        if self._reel is not None:
-            self._reel.end()
+        self._reel.end()
 
     def _await_exit(self):
         """Wait a little for the end of the process. Returns whether it came."""
@@ -213,12 +215,9 @@ class Session:
 
     # -- where it is ----------------------------------------------
 
-    def update_cwd(self):
-        """Look where the shell is while a command runs."""
-        self._update_cwd(self.cwd)
-
-    def _update_cwd(self, logical):
-        """The name the shell has for its directory (`$PWD`) if it is true, else the kernel's."""
+    def update_cwd(self, logical=None):
+        """Look where the shell is: the name it has for that (`$PWD`) if it is true, else the kernel's."""
+        logical = logical or self.cwd
         actual = proc.working_directory(self.pid)
         if actual is None or logical == actual:
             self.cwd = logical
@@ -267,7 +266,7 @@ class Session:
     def kill(self):
         """End the process and close the terminal; background jobs get a hang-up."""
         self.ending = "exited"
-        self._end_reel()
+        self._reel.end()
         self.end_process()
         self._await_exit()
         self._process.fileobj.close()
