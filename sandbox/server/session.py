@@ -85,7 +85,7 @@ class Session:
         self._inside, self._typed = at_prompt, False
 
     def _at_prompt(self):
-        """Whether bash waits for a line: after a command it reads nothing else. False when nobody can tell."""
+        """Whether bash waits for a line (after a command it reads nothing else). False if that is unknown."""
         try:
             self._call = self._call or io.FileIO("/proc/%d/syscall" % self.pid)
             return os.pread(self._call.fileno(), 8, 0).split()[0] in proc.READS

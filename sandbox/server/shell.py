@@ -1,10 +1,10 @@
 """The persistent shell: one command at a time on one bash, which is replaced whenever it dies.
 
 A command is written to a file and only `. file` is typed, so quotes, heredocs and length cannot break the
-framing and standard input stays free for the command. Where a command begins and ends bash prints a marker
-(nonce, command number, exit code, directory) to the terminal. Everything waits for events on file
-descriptors; nothing polls, but for a look now and then at whether a silent command waits for input, if that
-was asked for.
+framing and standard input stays free for the command. Where a command ends bash prints a marker (nonce,
+command number, exit code, directory) to the terminal, and where it begins, unless it was at its prompt then.
+Everything waits for events on file descriptors; nothing polls, but for a look now and then at whether a
+silent command waits for input, if that was asked for.
 """
 
 import contextlib

@@ -60,6 +60,7 @@ KEYS = {
             )
         ),
         *("speedup_vs_tmux_wait_for", "speedup_vs_pexpect", "speedup_vs_apptainer_exec", "p95_ms"),
+        "ratio_to_floor_after_pause",
         *("workload_mean_sleep_s", "workload_mean_s", "workload_mean_tmux_polled_s"),
     },
     "ipython_latency": {"ratio_to_bare_client", "speedup_vs_gateway_acking_at_once", "p50_ms"},
