@@ -73,6 +73,9 @@ class BashResult:
     """False when the command had ended before the input could be typed."""
 
 
+BASH_FIELDS = frozenset(field.name for field in dataclasses.fields(BashResult))
+
+
 @dataclasses.dataclass(frozen=True)
 class ExecResult:
     """What a program did that the sandbox's server ran alone, with no shell. Only the two outputs are the
@@ -451,8 +454,7 @@ class SandboxClient:
 
 def _bash_result(reply: dict[str, Any]) -> BashResult:
     """What this side knows of an answer: an adopted sandbox has the server that it began with."""
-    fields = dataclasses.fields(BashResult)
-    return BashResult(**{field.name: reply[field.name] for field in fields if field.name in reply})
+    return BashResult(**{name: value for name, value in reply.items() if name in BASH_FIELDS})
 
 
 def _encoded(content: bytes | str) -> str:
