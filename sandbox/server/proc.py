@@ -150,12 +150,9 @@ def _memory(pid, address, size):
 def _sleeps(base):
     try:
         with open(base + "/status") as file:
-            for line in file:
-                if line.startswith("voluntary_ctxt_switches"):
-                    return int(line.split()[1])
-    except OSError:
-        pass
-    return -1
+            return int(file.read().partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+    except (OSError, IndexError):
+        return -1
 
 
 # -- ending ----------------------------------------------

@@ -1,5 +1,6 @@
 """Waiting for a command: until it ends, is to be ended, or is to be left alone."""
 
+import contextlib
 import os
 import select
 import signal
@@ -58,10 +59,8 @@ class Waiter:
             return self._waiting
 
     def _wake(self):
-        try:
+        with contextlib.suppress(BlockingIOError):  # full of wake-ups already
             os.write(self.wake_fd, b"w")
-        except BlockingIOError:
-            pass  # full of wake-ups already
 
     # -- the waiting thread ----------------------------------------------
 
@@ -134,21 +133,17 @@ class Waiter:
                 seen, changed, look_at = session.read_bytes, time.monotonic(), LOOK_FIRST_S
 
     def _on_wake(self, session, heed):
-        try:
+        with contextlib.suppress(BlockingIOError):
             while os.read(self._wake_read, 4096):
                 pass
-        except BlockingIOError:
-            pass
         if heed and self._interrupted:
             return "interrupt"
         with self._lock:
             typed, self._typed = self._typed, []
         for data in typed:
             session.queue(data)
-        if not session.is_alive():
-            # A background job may hold the terminal open, so end of file is not to be waited for.
-            return session.read(exited=True)
-        return None
+        # A background job may hold the terminal open, so end of file is not to be waited for.
+        return None if session.is_alive() else session.read(exited=True)
 
     def stop(self, session):
         """End the foreground command by ever stronger signals. Returns whether the shell came back."""
