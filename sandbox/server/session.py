@@ -66,13 +66,12 @@ class Session:
     def start(self, command, capture, ours=False):
         """Run `command` (text without NUL); its output goes to `capture`. `ours`: not the agent's."""
         write_private(self._command_file, command + "\n")
-        stopped = os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
-        if stopped:  # by a background job
-            os.kill(self.pid, signal.SIGCONT)
+        at_prompt = self._at_prompt()
+        if not at_prompt:
+            os.kill(self.pid, signal.SIGCONT)  # a background job may have stopped it, or be about to
         set_terminal(self.fd)
         if self._typed:
             self._drop_input()
-        at_prompt = not stopped and self._at_prompt()
         self.read()  # all that bash said before it waited
         self.capture, self._reel = capture, Reel("bash", 0) if ours else TAPE.begin("bash")
         self._begin(r"\builtin . " + self._command_file, at_prompt, ours)
@@ -88,9 +87,11 @@ class Session:
         """Whether bash waits for a line (after a command it reads nothing else). False if that is unknown."""
         try:
             self._call = self._call or io.FileIO("/proc/%d/syscall" % self.pid)
-            return os.pread(self._call.fileno(), 8, 0).split()[0] in proc.READS
+            if os.pread(self._call.fileno(), 8, 0).split()[0] in proc.READS:  # so it is also while stopped
+                return not os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
         except OSError:
-            return False
+            pass
+        return False
 
     def queue(self, data):
         """Type `data`, now as far as the terminal takes it; :meth:`wants_to_type` tells of the rest."""
