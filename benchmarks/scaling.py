@@ -17,6 +17,7 @@ Weak scaling is done `--rounds` times, the rest once.
 from __future__ import annotations
 
 import random
+import secrets
 import statistics
 import time
 from collections.abc import Callable
@@ -32,7 +33,6 @@ from tests.helpers.waiters import Waiters
 # -- the head ------------------------------------------------------------------------------------------
 
 
-TAG = "trained-on"
 WAITING, SHORT_WAITING = (200, 100, 100), (10, 5, 5)
 """Clients that wait meanwhile: for a rollout each, for results, on streams."""
 STRAY = 0.02
@@ -65,6 +65,8 @@ class Trainer:
         self._stack, self._load = nodes.stack, load
         self._chance = random.Random(0)
         self._cursor = "0"
+        self._tag = f"trained-on-{secrets.token_hex(4)}"
+        """Not that of a load before, whose rollouts were cancelled."""
         self.submitted: list[str] = []
         self.read = 0
         """Results read so far."""
@@ -74,7 +76,7 @@ class Trainer:
         task = {"init_s": 0.5, "eval_s": 0.5, "turns": [self._load.tokens]}
         durations = [self._load.run_s * self._chance.uniform(low, high) for _ in range(count)]
         requests = [
-            RolloutRequest(handler="simulated", tags=[TAG], task={**task, "run_s": run_s})
+            RolloutRequest(handler="simulated", tags=[self._tag], task={**task, "run_s": run_s})
             for run_s in durations
         ]
         for first in range(0, count, MOST_AT_ONCE):  # nearly always one call
@@ -85,7 +87,7 @@ class Trainer:
         """Train until it is over; that is asked at least ten times a second."""
         client = self._stack.client
         while not is_over():
-            page = client.results(cursor=self._cursor, wait=0.1, tag=TAG, include="arrays")
+            page = client.results(cursor=self._cursor, wait=0.1, tag=self._tag, include="arrays")
             self._cursor = page.cursor
             if not page.rollouts:
                 continue
