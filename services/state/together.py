@@ -83,10 +83,17 @@ class Together:
     def _answers(self, commands: list[Command]) -> list[Any]:
         try:
             self._connection.send_packed_command([b"".join(map(pack_command, map(tuple, commands)))])
-            return [self._connection.read_response() for _ in commands]
+            return [self._answer() for _ in commands]
         except redis.RedisError:
             self._connection.disconnect()  # what else it has to say is nobody's answer
         with self._client.pipeline(transaction=False) as pipe:
             for command in commands:
                 pipe.execute_command(*command)
             return pipe.execute(raise_on_error=False)
+
+    def _answer(self) -> Any:
+        """The next one; a refusal is the answer to its command alone, and those after it still come."""
+        try:
+            return self._connection.read_response()
+        except redis.ResponseError as error:
+            return error
