@@ -135,7 +135,7 @@ class Container:
             )
         # Nothing of the agent's runs yet: all but the last, the shell, is the runtime and the server. But the
         # bash of a snapshot may be the agent's, and have begun others: what is above it is not theirs.
-        *own, shell = processes.descendants(self.pid)
+        *own, shell = processes.descendants(self.pid) or [self.pid]  # it may have ended again
         if self.spec.snapshot:
             told = await connection.exchange(self.address, {"op": "ping"}, START_TIMEOUT_S)
             own, shell = processes.above(self.pid, told["shell_pid"])

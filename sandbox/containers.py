@@ -66,6 +66,7 @@ class Containers:
         self._removing = ThreadPoolExecutor(REMOVING_THREADS, "removing")
         self.snapshots = Snapshots(state, config, self._all, partial(self._removing.submit, trees.remove))
         self._boot_id = boot_id()
+        self._zombies: set[int] = set()
         self._fates: collections.OrderedDict[str, Fate] = collections.OrderedDict()
         self.counts = dict.fromkeys(COUNTS, 0)
         paths.own_directory(state / "records", 0o700)
@@ -100,7 +101,7 @@ class Containers:
             return info
 
     async def _claim(self, kind: Kind, spec: SandboxSpec, began: float) -> SandboxInfo | None:
-        """A warm one, if there is one that still answers."""
+        """A warm one, if there is one that still runs."""
         while container := self.pool.take(kind):
             try:
                 return await self._hand_over(container, spec, began, warm=True)
@@ -303,18 +304,19 @@ class Containers:
                         )
                 self.pool.tidy()
                 self.snapshots.tidy()
-                self.equipment.tidy()
+                self._zombies = _reap_again(self._zombies)
             except Exception:
                 log.exception("the janitor stumbled")  # and looks after the others all the same
             if guarding is None or guarding.done():
-                guarding = asyncio.create_task(self._guard_images())
+                guarding = asyncio.create_task(self._guard_equipment())
 
-    async def _guard_images(self) -> None:
+    async def _guard_equipment(self) -> None:
         """In a thread: it may wait for locks, and have much to remove."""
-        try:
-            await asyncio.to_thread(self.equipment.images.cache.guard)
-        except Exception:
-            log.exception("the image cache could not be guarded")
+        for guard in (self.equipment.tidy, self.equipment.images.cache.guard):
+            try:
+                await asyncio.to_thread(guard)
+            except Exception:
+                log.exception("what sandboxes are started with could not be guarded")
 
     def claimed(self) -> list[Container]:
         """Those that somebody works with."""
@@ -389,3 +391,14 @@ class Containers:
 
     def _write_record(self, container: Container) -> None:
         self._records.write(container.record(self._boot_id))
+
+
+def _reap_again(before: set[int]) -> set[int]:
+    """Wait for children that had ended a while ago already, and return those that have by now: whoever begins
+    any waits at once, but clones leave us orphans, of whom nobody knows.
+    """
+    zombies = {pid for pid in processes.children(os.getpid()) if processes.start_time(pid) is None}
+    for pid in zombies & before:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+    return zombies

@@ -34,7 +34,6 @@ class Equipment:
         closed = (state, paths.image_cache(), paths.snapshot_dir() or state, *config.closed)
         self._closed = tuple(place.resolve() for place in closed)
         writable = tuple(place.path for place in config.binds if place.writable)
-        self._shown = (paths.image_cache(), *config.image_roots, *(place.path for place in config.binds))
         self.images = ImageStore(policy=ImagePolicy(config.image_roots, self._closed, writable))
         self._runtimes: dict[str, Runtime] = {}
         self._probing = asyncio.Lock()
@@ -90,11 +89,9 @@ class Equipment:
         async with self._probing:
             if name not in self._runtimes:
                 auto = [name for name in AUTO if name in self._config.runtimes]
-                runtime = await asyncio.to_thread(
+                self._runtimes[name] = await asyncio.to_thread(
                     select_runtime, name, partial(self._rootfs, "base"), self._state, auto
                 )
-                runtime.shows = self._shown
-                self._runtimes[name] = runtime
             return self._runtimes[name]
 
     def _rootfs(self, image: str, runtime: Runtime) -> Path | None:
@@ -131,8 +128,8 @@ class Equipment:
             container.leases.append(self.images.hold(root))
 
     def tidy(self) -> None:
-        """Let nothing stay of what has ended."""
-        for runtime in self._runtimes.values():
+        """Let nothing stay of what has ended. Blocks."""
+        for runtime in list(self._runtimes.values()):
             runtime.tidy()
 
     def close(self) -> None:

@@ -13,6 +13,8 @@ import socket
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from sandbox import paths, payload
@@ -29,8 +31,8 @@ OURS, THEIRS, MEMORY = "an overlay with userxattr", "Apptainer's own overlay", "
 """What keeps the changes to an image; directories of it can only be removed under ours."""
 
 
-NONE_FAILED, MOST_FAILURES = -1, 3
-"""Of clones. Once one has worked, another one's failure is its own; before, so many are tried."""
+MOST_FAILURES, PAUSE_S = 3, 60.0
+"""Of clones in a row: after so many none is tried for a while, and sandboxes start without."""
 
 
 class Apptainer(Runtime):
@@ -42,7 +44,7 @@ class Apptainer(Runtime):
         super().__init__()
         self._upper = OURS
         self._template: Template | None = None
-        self._failures = 0
+        self._failures, self._not_before = 0, 0.0
         self._starting = threading.Lock()
 
     def program(self) -> str | None:
@@ -72,52 +74,54 @@ class Apptainer(Runtime):
         """A clone of the template where that can be: what is shown in it lies in what the template shows."""
         if self._upper != OURS:
             self._refuse_links(launch)
-        elif self._failures < MOST_FAILURES and (template := self._template_of(launch)):
+        elif template := self._template_of(launch):
             try:
-                started = template.clone(self._request(launch, command[-1]))
-                self._failures = NONE_FAILED
+                started = template.clone(self._request(launch))
+                self._failures = 0
                 return started
             except SandboxStartError as error:
-                if self._failures == NONE_FAILED:
-                    raise  # for others it works, so it is this one's fault
+                log.warning("sandbox %s is started without a template: %s", launch.id, error)
                 self._failures += 1
-                log.warning("a sandbox is started without a template: %s", error)
+                if self._failures >= MOST_FAILURES:
+                    self._not_before, self._failures = time.monotonic() + PAUSE_S, 0
         return super().start(launch, command)
 
     def _template_of(self, launch: Launch) -> Template | None:
-        """The node's one template, if it can serve this sandbox."""
-        own = launch.rootfs, launch.interpreter, launch.payload
-        if self.has_cgroups or launch.network != "none" or None in own:
+        """The node's one template, if it can serve this sandbox: of an image in the cache, without binds."""
+        cache, interpreter = paths.image_cache(), launch.interpreter
+        if self.has_cgroups or launch.network != "none" or launch.binds or interpreter is None:
+            return None
+        if any(place.parent != cache for place in (launch.rootfs, interpreter.parent)):
             return None
         with self._starting:
+            if time.monotonic() < self._not_before or not all(map(self._can_show, (cache, launch.state))):
+                return None
             if self._template is None or not self._template.is_current():
                 self.close()
-                home = launch.make_home_of_template(self.run_as)
-                shown = [path for path in (launch.state, *self.shows) if self._can_show(path)]
-                self._template = Template(
-                    self._exec_template(launch, shown), _environment(home), shown, **self.as_user()
-                )
-            template = self._template
-        return template if all(map(template.shows, (*own, *(bind.source for bind in launch.binds)))) else None
+                environment = _environment(launch.make_home_of_template(self.run_as))
+                shown, user = (launch.state, cache), self.as_user()
+                self._template = Template(self._exec_template(launch, shown), environment, shown, **user)
+            return self._template
 
     def _can_show(self, path: Path) -> bool:
         closed = not os.access(path, os.X_OK) if self.run_as is None else paths.closed_to_others(path)
-        return path.is_dir() and not closed and not set(":,") & set(str(path))
+        return not closed and not set(":,") & set(str(path))
 
-    def _request(self, launch: Launch, config: str) -> bytes:
+    def _request(self, launch: Launch) -> bytes:
         lower, overlay, *points = self._mount(launch)
         binds = [(str(bind.source), bind.target, bind.read_only) for bind in self.all_binds(launch)]
         if self._owns_switches:
             binds.append((SWITCHES, SWITCHES, True))
-        request = {"lower": lower, "overlay": overlay, "points": [*points, "/dev"]}
-        return marshal.dumps({**request, "binds": binds, "config": config}, MARSHAL_VERSION)
+        request = {"lower": lower, "overlay": overlay, "points": [*points, "/dev"], "binds": binds}
+        config = (launch.scratch / "private" / "config").read_bytes()
+        return marshal.dumps({**request, "config": config}, MARSHAL_VERSION)
 
     @property
     def _owns_switches(self) -> bool:
         """Uid 0 owns the kernel's switches although it has no capabilities; see paths.sandbox_user."""
         return self.run_as is None and os.geteuid() == 0
 
-    def _exec_template(self, launch: Launch, shown: list[Path]) -> list[str]:
+    def _exec_template(self, launch: Launch, shown: Sequence[Path]) -> list[str]:
         """`apptainer exec` of the base image, in no namespace in which clones would end with it."""
         places, interpreter = self.places(launch), launch.interpreter
         flags = ["--userns", "--contain", "--no-init", "--no-home", "--cleanenv", "--no-privs"]

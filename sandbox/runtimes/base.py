@@ -149,8 +149,6 @@ class Runtime(abc.ABC):
         """uid and gid to start as (we are root then); None = our own."""
         self.missing_isolation: list[str] = []
         """What this runtime does not enforce here, in words."""
-        self.shows: tuple[Path, ...] = ()
-        """Directories beside the host's own in which images lie, and what may be bound."""
         self.has_cgroups = False
         """Whether each sandbox gets a cgroup of its own, so that its limits are hard."""
 

@@ -18,8 +18,10 @@ from sandbox import processes
 from sandbox.errors import SandboxStartError
 from sandbox.server import seccomp
 
-ANSWER_S = 10.0
-"""It takes milliseconds; where the template has to start first, on a machine that is idle, a tenth of one."""
+ANSWER_S, MOUNT_S = 10.0, 60.0
+"""Until a process has been begun, which takes milliseconds, and a tenth of a second where the template starts
+first; and until its image is mounted, from a disk that may be slow.
+"""
 TRIES = 2
 END_S = 1.0
 PR_SET_CHILD_SUBREAPER = 36
@@ -46,6 +48,16 @@ class Clone:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
+    def end(self) -> None:
+        """End it, and wait for that a little."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)  # it is there: nobody else waits for a child of ours
+        deadline = time.monotonic() + END_S
+        while self.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        self.stdout.close()
+        self.stderr.close()
+
 
 class Template:
     """The container, started when it is needed and again should it have ended. For any thread."""
@@ -62,15 +74,6 @@ class Template:
         self._connection: socket.socket | None = None
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed with this object)
 
-    def shows(self, path: Path) -> bool:
-        """Whether it shows what is there now: nothing has been mounted since in the way to it."""
-        with contextlib.suppress(OSError):
-            device = path.stat().st_dev
-            return any(
-                identity[0] == device and path.is_relative_to(place) for place, identity in self.shown.items()
-            )
-        return False
-
     def is_current(self) -> bool:
         """Whether what it shows has not been replaced by other directories of the same names."""
         with contextlib.suppress(OSError):
@@ -83,8 +86,8 @@ class Template:
         Blocks. When the socket is closed before anything more was sent, it ends.
 
         Raises:
-            SandboxStartError: With what it said. The template is started anew for the next one if it did not
-                answer, and at once if it had ended: what that had begun ends, for its socket is closed.
+            SandboxStartError: With what it said. Nothing of it runs then. The template is started anew for
+                the next one if it did not answer, and at once if it had ended.
         """
         for _ in range(TRIES):
             connection = self._connected()
@@ -101,42 +104,36 @@ class Template:
         """As `clone`; raises EOFError when the template has ended instead of answering."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         (out, far_out), (err, far_err) = os.pipe(), os.pipe()
+        clone = None
         try:
             try:
+                ours.send(request)
                 socket.send_fds(connection, [b"c"], [theirs.fileno(), far_out, far_err])
             finally:
                 theirs.close()
                 os.close(far_out)
                 os.close(far_err)
-            ours.send(request)
-            return Clone(self._pid(ours, connection, err), out, err), ours
+            clone = Clone(self._pid(ours, connection, err), out, err)
+            if _answer(ours, time.monotonic() + MOUNT_S) != b"entered":
+                raise SandboxStartError(_words(err) or "it has ended before all was mounted")
+            return clone, ours
         except BaseException:
             ours.close()
-            os.close(out)
-            os.close(err)
+            if clone is None:  # what has been begun ends, for nobody has been told of it
+                os.close(out)
+                os.close(err)
+            else:
+                clone.end()
             raise
 
     def _pid(self, ours: socket.socket, connection: socket.socket, err: int) -> int:
-        """Of the clone, once that has told that all is mounted."""
-        deadline, answers = time.monotonic() + ANSWER_S, set()
-        events = select.poll()  # not `select`, for a host has thousands of descriptors
-        for source in (ours, connection):
-            events.register(source, select.POLLIN)
-        while len(answers) < 2:
-            ready = [fd for fd, _ in events.poll(max(deadline - time.monotonic(), 0) * 1000)]
-            if not ready:
-                raise TimeoutError(f"nothing for {ANSWER_S:g} s")
-            answer = b""
-            if ours.fileno() in ready:
-                with contextlib.suppress(ConnectionError):  # it has ended, and read nothing
-                    answer = ours.recv(64)
-                if not answer and (words := os.read(err, MOST_WORDS)):
-                    raise SandboxStartError(words.decode(errors="replace").strip())
-            if not answer:
-                raise EOFError(f"it has ended; it said: {self._words()}")
-            answers.add(answer)
-        (pid,) = answers - {b"entered"}
-        return int(pid)
+        """Of the process that has been begun; nothing of it goes on before that is known."""
+        answer = _answer(ours, time.monotonic() + ANSWER_S, connection)
+        if not answer and (words := _words(err)):
+            raise SandboxStartError(words)
+        if not answer:
+            raise EOFError(f"it has ended; it said: {self._words()}")
+        return int(answer)
 
     def _connected(self) -> socket.socket:
         with self._lock:
@@ -147,7 +144,8 @@ class Template:
 
     def tidy(self) -> None:
         """Let nothing stay of one that has ended."""
-        if self._process is not None and self._process.poll() is not None:
+        process = self._process
+        if process is not None and process.poll() is not None:
             self.close()
 
     def close(self) -> None:
@@ -163,7 +161,9 @@ class Template:
 
     def _end(self) -> None:
         if self._connection is not None:
-            self._connection.close()  # at which it ends
+            # At which it ends. It is closed with its last user: its number would be another's else.
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
             self._connection = None
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -171,11 +171,8 @@ class Template:
             group = self._process.pid
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)  # what hangs, and what it had begun
-            self._process.wait()
-            deadline = time.monotonic() + END_S
-            with contextlib.suppress(ChildProcessError):
-                while os.waitpid(-group, os.WNOHANG)[0] or time.monotonic() < deadline:
-                    time.sleep(0.001)  # these have become our children
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(END_S)
             self._process = None
 
     def _words(self) -> str:
@@ -186,7 +183,8 @@ class Template:
         self._end()
         # A clone's parent ends at once, and it becomes a child of ours, whoever has started the template.
         seccomp.prctl(PR_SET_CHILD_SUBREAPER, 1)
-        self._said.truncate(0)
+        self._said.seek(0)
+        self._said.truncate()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
@@ -204,3 +202,27 @@ class Template:
 def _identity(path: Path) -> tuple[int, int]:
     info = path.stat()
     return info.st_dev, info.st_ino
+
+
+def _answer(ours: socket.socket, deadline: float, other: socket.socket | None = None) -> bytes:
+    """What a clone says next; nothing when it has ended, or the `other` has. Raises TimeoutError."""
+    events = select.poll()  # not `select`, for a host has thousands of descriptors
+    for source in filter(None, (ours, other)):
+        events.register(source, select.POLLIN)
+    ready = [fd for fd, _ in events.poll(max(deadline - time.monotonic(), 0) * 1000)]
+    if not ready:
+        raise TimeoutError("nothing for too long")
+    with contextlib.suppress(ConnectionError):  # it has ended, and read nothing
+        return ours.recv(64, socket.MSG_DONTWAIT) if ours.fileno() in ready else b""
+    return b""
+
+
+def _words(err: int) -> str:
+    """What has been said on a pipe to whose other end nobody writes any more."""
+    os.set_blocking(err, False)
+    try:
+        return os.read(err, MOST_WORDS).decode(errors="replace").strip()
+    except BlockingIOError:
+        return ""
+    finally:
+        os.set_blocking(err, True)

@@ -10,8 +10,8 @@ people whose it is.
 
 Standard input is a socket over which the descriptors come. A clone runs on when it is closed, or the template
 ends. A request is a dict as `marshal` writes it, the first message on a clone's standard input: `lower,
-overlay, points` as in `writable_root.py`, `binds` ((source, target, read-only), …), `config` (for
-`start.py`). The answers, in any order, are the new process's pid, and `entered`.
+overlay, points` as in `writable_root.py`, `binds` ((source, target, read-only), …), `config` (see
+`start.py`). The answers are the new process's pid, and `entered` once all is mounted.
 """
 
 import _signal as signal  # their namesakes make enumerations, which takes longer than all of this
@@ -30,9 +30,13 @@ import writable_root
 from writable_root import CLONE_NEWNS, MS_NODEV, MS_NOSUID, libc, require
 
 CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = 0x08000000, 0x20000000, 0x40000000
-MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 0x8, 0x1000, 0x4000, 0x40000, 2
-MOUNT_SETATTR, PIVOT_ROOT = 442, {"x86_64": 155, "aarch64": 41}
-AT_FDCWD, ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV = -100, 1, 2, 4
+MS_NOEXEC, MS_REC, MS_PRIVATE, MNT_DETACH = 0x8, 0x4000, 0x40000, 2
+PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+OPEN_TREE, MOVE_MOUNT, OPENAT2, MOUNT_SETATTR = 428, 429, 437, 442
+OPEN_TREE_CLONE, AT_FDCWD, AT_RECURSIVE, AT_EMPTY_PATH = 1, -100, 0x8000, 0x1000
+FROM_FD, TO_FD = 0x4, 0x40  # MOVE_MOUNT_F_EMPTY_PATH, MOVE_MOUNT_T_EMPTY_PATH
+NO_LINKS_IN_ROOT = 0x2 | 0x4 | 0x10  # RESOLVE_NO_MAGICLINKS, RESOLVE_NO_SYMLINKS, RESOLVE_IN_ROOT
+ATTR_RDONLY, ATTR_NOSUID, ATTR_NODEV = 1, 2, 4
 PR_CAPBSET_DROP, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 24, 47, 4
 CAPABILITY_VERSION, MOST_CAPABILITIES = 0x20080522, 64
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
@@ -84,13 +88,20 @@ def be_clone(fds):
         request = marshal.loads(host.recv(MOST_BYTES))
         start.prefer_us_when_memory_is_short()
         writable_root.unshare(CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWNET)
+        known, told = os.pipe()
         pid = os.fork()
         if pid == 0:
-            be_sandbox(request, host)
-        host.send(b"%d" % pid)
-        os._exit(0)
+            os.close(told)
+            if os.read(known, 1):  # else nobody has been told, and it would be nobody's
+                be_sandbox(request, host)
+        else:
+            host.send(b"%d" % pid)
+            os.write(told, b"k")
     except BaseException as error:  # it must not go on as if it were the template
-        os.write(2, b"%s: %s\n" % (type(error).__name__.encode(), str(error).encode()))
+        import traceback
+
+        words = str(error) if isinstance(error, SystemExit) else traceback.format_exc()
+        os.write(2, words.encode(errors="replace"))
     finally:
         os._exit(1)
 
@@ -105,29 +116,40 @@ def be_sandbox(request, host):
     drop_capabilities()
     host.send(b"entered")
     host.detach()
-    start.main(request["config"])
+    start.serve(marshal.loads(request["config"]))
 
 
 def enter(request):
-    """Make the image this process's root, with all that is shown in it."""
+    """Make the image this process's root, with all that is shown in it.
+
+    What is shown is taken before anything of the image is there, and put where the image's links led when no
+    more was there than itself: by then each is followed, and led nowhere of ours. No link is followed after
+    that, for what is mounted may hold any.
+    """
     require(libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None), "no private mounts")
-    # Opened here, for inside these names are the image's; mounted there, for so no link of it leads outside.
-    sources = [os.open(source, os.O_PATH) for source, _, _ in request["binds"]]
-    devices = [os.open("/dev/" + name, os.O_PATH) for name in DEVICES]
+    trees = [(taken(source, read_only), target) for source, target, read_only in request["binds"]]
+    devices = [(taken("/dev/" + name), "/dev/" + name) for name in DEVICES]
     outside = os.open("/", os.O_PATH)
     root = writable_root.mount(request["lower"], request["overlay"])
-    writable_root.make_points(root, request["points"])
+    places = writable_root.make_points(root, request["points"])
     os.chroot(root)
     os.chdir("/")
     writable_root.add_user()  # while all that lies here is the image's
+    make_devices()
+    for tree, target in devices:
+        put(tree, target)
+    for tree, target in trees:
+        if not target.startswith("/proc/"):
+            put(tree, places.get(target, target))
     mount("proc", "/proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     writable_root.forbid_user_namespaces(but=0)
-    mount_devices(devices)
-    for fd, (_, target, read_only) in zip(sources, request["binds"]):
-        bind(fd, target)
-        attributes = ATTR_NOSUID | ATTR_NODEV | (ATTR_RDONLY if read_only else 0)
-        set_attributes(target, attributes)
-    set_attributes("/dev", ATTR_RDONLY)  # else its memory would have to be counted
+    for tree, target in trees:
+        if target.startswith("/proc/"):
+            put(tree, target)
+        elif target in writable_root.OURS and not os.path.samestat(os.fstat(tree), os.stat(target)):
+            raise SystemExit("template: something else than ours is at " + target)
+    device = os.open("/dev", os.O_PATH)
+    set_attributes(device, ATTR_RDONLY, AT_EMPTY_PATH)  # else its memory would have to be counted
     os.fchdir(outside)
     os.chroot(".")
     os.chdir(root)
@@ -138,6 +160,28 @@ def enter(request):
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
 
 
+def taken(source, read_only=None):
+    """What is at a place outside, with all that is mounted there, to be put elsewhere. None = a device."""
+    name, flags = ctypes.c_char_p(os.fsencode(source)), OPEN_TREE_CLONE | AT_RECURSIVE | os.O_CLOEXEC
+    tree = libc.syscall(OPEN_TREE, AT_FDCWD, name, flags)
+    require(min(tree, 0), "nothing to be shown at " + source)
+    if read_only is not None:
+        attributes = ATTR_NOSUID | ATTR_NODEV | (ATTR_RDONLY if read_only else 0)
+        set_attributes(tree, attributes, AT_EMPTY_PATH | AT_RECURSIVE)
+    return tree
+
+
+def put(tree, target):
+    """Show it at a place of this process's root, to which no link leads."""
+    how = struct.pack("=3Q", os.O_PATH | os.O_CLOEXEC, 0, NO_LINKS_IN_ROOT)
+    name = ctypes.c_char_p(os.fsencode(target))
+    place = libc.syscall(OPENAT2, AT_FDCWD, name, how, len(how))
+    require(min(place, 0), "no place to mount on at " + target)
+    nothing = ctypes.c_char_p(b"")
+    require(libc.syscall(MOVE_MOUNT, tree, nothing, place, nothing, FROM_FD | TO_FD), "no mount at " + target)
+    os.close(place)
+
+
 def mount(kind, target, flags, options=""):
     """Mount a file system of the kernel's own."""
     name = kind.encode()
@@ -145,12 +189,11 @@ def mount(kind, target, flags, options=""):
     require(status, "no %s at %s" % (kind, target))
 
 
-def mount_devices(devices):
-    """A /dev with nothing in it that leads to the machine."""
+def make_devices():
+    """A /dev with nothing in it that leads to the machine, and places for devices."""
     mount("tmpfs", "/dev", MS_NOSUID, "mode=755,size=64k")
-    for name, fd in zip(DEVICES, devices):
+    for name in DEVICES:
         os.close(os.open("/dev/" + name, os.O_CREAT | os.O_WRONLY, 0o666))
-        bind(fd, "/dev/" + name)
     for name, target in LINKS.items():
         os.symlink(target, "/dev/" + name)
     for name in ("pts", "shm", "mqueue"):
@@ -159,17 +202,13 @@ def mount_devices(devices):
     mount("mqueue", "/dev/mqueue", MS_NOSUID | MS_NODEV | MS_NOEXEC)
 
 
-def bind(fd, target):
-    """Show what is open under another name."""
-    source = b"/proc/self/fd/%d" % fd
-    require(libc.mount(source, target.encode(), None, MS_BIND | MS_REC, None), "no mount at " + target)
-
-
-def set_attributes(target, attributes):
+def set_attributes(tree, attributes, flags):
     """Add to what holds for a mount; what it has is kept, which a remount could not."""
     setting = struct.pack("=4Q", attributes, 0, 0, 0)
-    status = libc.syscall(MOUNT_SETATTR, AT_FDCWD, ctypes.c_char_p(target.encode()), 0, setting, len(setting))
-    require(status, "cannot protect " + target)
+    nothing = ctypes.c_char_p(b"")
+    require(
+        libc.syscall(MOUNT_SETATTR, tree, nothing, flags, setting, len(setting)), "cannot protect a mount"
+    )
 
 
 def raise_loopback():

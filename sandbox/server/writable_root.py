@@ -17,8 +17,8 @@ import sys
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
 MS_NOSUID, MS_NODEV = 0x2, 0x4
 MOST_NAMES_BYTES = 1 << 20
-OURS = ("/sbx", "/sbx-python", "/run/sbx", "/etc/ld.so.preload")
-"""What the server is made of: nothing is mounted there, or above it, under another name."""
+OURS = ("/sbx", "/sbx-python", "/run/sbx", "/etc/ld.so.preload", "/proc")
+"""What the server is made of, and goes by: nothing is mounted there, or above it, under another name."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -85,20 +85,24 @@ def _hide(upper: str, name: str) -> None:
     os.setxattr(path, "user.overlay.opaque", b"y")
 
 
-def make_points(root: str, points: list[str]) -> None:
-    """Make what is missing, while `root` is this process's: a link of the image must not lead elsewhere."""
+def make_points(root: str, points: list[str]) -> dict[str, str]:
+    """Make what is missing, while `root` is this process's: a link of the image must not lead elsewhere.
+
+    Returns where the image's links lead from each.
+    """
     back = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     os.chroot(root)
     os.chdir("/")
     try:
         for point in points:
             _make(point)
-            _check(point.lstrip("="))
+        places = {path: _check(path) for path in (point.lstrip("=") for point in points)}
     except OSError as error:
         raise SystemExit(f"writable_root: a place to mount on cannot be made in the image: {error}") from None
     os.fchdir(back)
     os.chroot(".")
     os.close(back)
+    return places
 
 
 def _make(point: str) -> None:
@@ -120,11 +124,12 @@ def _make(point: str) -> None:
         _write(path, "")
 
 
-def _check(path: str) -> None:
+def _check(path: str) -> str:
     leads_to = os.path.realpath(path)
     for place in OURS if leads_to != path else ():
         if os.path.commonpath([place, leads_to]) in (place, leads_to):
             raise SystemExit(f"writable_root: a link of the image leads from {path} to our {place}")
+    return leads_to
 
 
 def add_user() -> None:
@@ -134,17 +139,21 @@ def add_user() -> None:
         ("/etc/group", os.getgid(), "sandbox:x:%d:%.0s\n"),
     ):
         try:
-            lines = _lines(path) if os.path.lexists(path) else []
-            if all(line.split(b":")[2:3] != [b"%d" % number] for line in lines):
+            text = _text(path) if os.path.lexists(path) else b""
+            if all(line.split(b":")[2:3] != [b"%d" % number] for line in text.splitlines()):
                 with open(path, "a", opener=_without_waiting) as file:
+                    file.write("\n" if text and not text.endswith(b"\n") else "")
                     file.write(form % (number, os.getgid()))
         except OSError:
             pass  # an image may do without names
 
 
-def _lines(path: str) -> list[bytes]:
+def _text(path: str) -> bytes:
     with open(path, "rb", opener=_without_waiting) as file:
-        return file.read(MOST_NAMES_BYTES).splitlines()
+        text = file.read(MOST_NAMES_BYTES + 1)
+    if len(text) > MOST_NAMES_BYTES:
+        raise OSError("it is too long to be changed")
+    return text
 
 
 def _without_waiting(path: str, flags: int) -> int:
