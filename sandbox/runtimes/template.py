@@ -114,8 +114,7 @@ class Template:
                 os.close(far_out)
                 os.close(far_err)
             clone = Clone(self._pid(ours, connection, err), out, err)
-            if _answer(ours, time.monotonic() + MOUNT_S) != b"entered":
-                raise SandboxStartError(_words(err) or "it has ended before all was mounted")
+            self._await_mounts(ours, err)
             return clone, ours
         except BaseException:
             ours.close()
@@ -134,6 +133,15 @@ class Template:
         if not answer:
             raise EOFError(f"it has ended; it said: {self._words()}")
         return int(answer)
+
+    @staticmethod
+    def _await_mounts(ours: socket.socket, err: int) -> None:
+        try:
+            answer = _answer(ours, time.monotonic() + MOUNT_S)
+        except TimeoutError as error:
+            raise SandboxStartError(f"its image was not mounted after {MOUNT_S:g} s") from error
+        if answer != b"entered":
+            raise SandboxStartError(_words(err) or "it has ended before all was mounted")
 
     def _connected(self) -> socket.socket:
         with self._lock:

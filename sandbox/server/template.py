@@ -23,6 +23,7 @@ import marshal
 import os
 import select
 import struct
+import sys
 
 import seccomp
 import start
@@ -98,10 +99,10 @@ def be_clone(fds):
             host.send(b"%d" % pid)
             os.write(told, b"k")
     except BaseException as error:  # it must not go on as if it were the template
-        import traceback
-
-        words = str(error) if isinstance(error, SystemExit) else traceback.format_exc()
-        os.write(2, words.encode(errors="replace"))
+        if isinstance(error, SystemExit):
+            os.write(2, str(error).encode(errors="replace"))
+        else:
+            sys.__excepthook__(type(error), error, error.__traceback__)
     finally:
         os._exit(1)
 
