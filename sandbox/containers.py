@@ -101,7 +101,7 @@ class Containers:
             return info
 
     async def _claim(self, kind: Kind, spec: SandboxSpec, began: float) -> SandboxInfo | None:
-        """A warm one, if there is one that still runs."""
+        """A warm one, if there is one that still answers."""
         while container := self.pool.take(kind):
             try:
                 return await self._hand_over(container, spec, began, warm=True)
@@ -175,7 +175,7 @@ class Containers:
             container.spec = spec
             container.deadline = now() + spec.max_lifetime_s
             container.put_files(spec.files)
-            if spec.env:
+            if spec.env or warm:  # a warm one has to show that it is alive
                 await self._ask(container, {"op": "setup", "env": spec.env})
             await self.snapshots.restore(container)
             if container.is_over():

@@ -67,8 +67,9 @@ class Apptainer(Runtime):
 
     def argv(self, launch: Launch, command: list[str]) -> list[str]:
         """`apptainer exec` behind the overlay."""
-        behind = [] if self._upper != OURS else [*_writable_root(launch), *self._mount(launch), "--"]
-        return [*behind, *self._exec(launch, command)]
+        binds = self.all_binds(launch)
+        behind = [] if self._upper != OURS else [*_writable_root(launch), *self._mount(launch, binds), "--"]
+        return [*behind, *self._exec(launch, binds, command)]
 
     def start(self, launch: Launch, command: list[str]) -> tuple[subprocess.Popen | Clone, socket.socket]:
         """A clone of the template where that can be: what is shown in it lies in what the template shows."""
@@ -108,11 +109,12 @@ class Apptainer(Runtime):
         return not closed and not set(":,") & set(str(path))
 
     def _request(self, launch: Launch) -> bytes:
-        lower, overlay, *points = self._mount(launch)
-        binds = [(str(bind.source), bind.target, bind.read_only) for bind in self.all_binds(launch)]
+        binds = self.all_binds(launch)
+        lower, overlay, *points = self._mount(launch, binds)
+        shown = [(str(bind.source), bind.target, bind.read_only) for bind in binds]
         if self._owns_switches:
-            binds.append((SWITCHES, SWITCHES, True))
-        request = {"lower": lower, "overlay": overlay, "points": [*points, "/dev"], "binds": binds}
+            shown.append((SWITCHES, SWITCHES, True))
+        request = {"lower": lower, "overlay": overlay, "points": [*points, "/dev"], "binds": shown}
         config = (launch.scratch / "private" / "config").read_bytes()
         return marshal.dumps({**request, "config": config}, MARSHAL_VERSION)
 
@@ -157,16 +159,17 @@ class Apptainer(Runtime):
             self._template.close()
             self._template = None
 
-    def _mount(self, launch: Launch) -> list[str]:
+    @staticmethod
+    def _mount(launch: Launch, binds: list[Bind]) -> list[str]:
         """What `writable_root.py` mounts: the image, the overlay, and places to mount on."""
         points = [
             f"{'' if bind.source.is_dir() else '='}{bind.target}"
-            for bind in self.all_binds(launch)
+            for bind in binds
             if not bind.target.startswith("/proc/")
         ]
         return [str(launch.rootfs), str(launch.scratch / "overlay"), *points, "/proc"]
 
-    def _exec(self, launch: Launch, command: list[str]) -> list[str]:
+    def _exec(self, launch: Launch, binds: list[Bind], command: list[str]) -> list[str]:
         """`apptainer exec` with everything shut that can be shut."""
         places = self.places(launch)
         # --userns also for root: the privileged path fails where the capability bounding set is cut (VMs,
@@ -191,7 +194,7 @@ class Apptainer(Runtime):
         if self.has_cgroups and launch.limits is not None:
             flags += ["--memory", f"{launch.limits.memory_mb}M"]
             flags += ["--pids-limit", str(launch.limits.processes)]
-        for bind in self.all_binds(launch):
+        for bind in binds:
             flags += ["--bind", f"{bind.source}:{bind.target}:{'ro' if bind.read_only else 'rw'}"]
         return [
             str(self.program()),

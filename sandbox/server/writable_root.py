@@ -96,6 +96,7 @@ def make_points(root: str, points: list[str]) -> dict[str, str]:
     try:
         for point in points:
             _make(point)
+            _check(point.lstrip("="))
         places = {path: _check(path) for path in (point.lstrip("=") for point in points)}
     except OSError as error:
         raise SystemExit(f"writable_root: a place to mount on cannot be made in the image: {error}") from None

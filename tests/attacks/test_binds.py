@@ -17,6 +17,7 @@ from sandbox.client import TRUSTED_PYTHON
 from sandbox.config import HostConfig
 from sandbox.containers import Containers
 from sandbox.errors import SandboxStartError
+from sandbox.runtimes import apptainer
 from sandbox.spec import BindSpec, SandboxSpec
 from tests.attacks import attack
 from tests.attacks.conftest import CONTROL, PATIENCE_S
@@ -151,12 +152,10 @@ def test_have_a_check_run_by_a_python_at_the_end_of_a_link_of_the_image(target, 
         for path in (image, *image.rglob("*")):
             os.chown(path, owner, owner, follow_symlinks=False)
     if target.control:
-        place = target.containers._payload / "writable_root.py"
-        text = place.read_text()
+        text = apptainer._text_of_writable_root()
         without = text.replace("        os.unlink(path)\n", "        pass\n")
         assert without != text
-        shutil.rmtree(place.with_name("__pycache__"))
-        place.write_text(without)
+        monkeypatch.setattr(apptainer, "_text_of_writable_root", lambda: without)
     run = f"{PYTHON} $run -IBc '{REPLACE}'"
 
     def check(client: SyncSandboxClient) -> str:

@@ -92,6 +92,7 @@ KEYS = {
         "resolved_agreement",
         "eval_ratio_to_tests_by_hand",
         "eval_overhead_s",
+        "overhead_s",
         "patch_20k_files_s",
     },
     "fork": {
@@ -153,6 +154,7 @@ MAY_BE_ZERO = ZERO | {
     "recovery_worst_s_over_lease_without_spare",
     "cpu_ms_over_equal_chain",
     "eval_overhead_s",
+    "overhead_s",
     "viewers_100_cpu_cores",
     *("takeover_s_over_lease", "wasted_tokens_share", "wasted_tokens_share_0_2_0"),
 }
