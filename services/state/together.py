@@ -84,8 +84,10 @@ class Together:
         try:
             self._connection.send_packed_command([b"".join(map(pack_command, map(tuple, commands)))])
             return [self._answer() for _ in commands]
-        except redis.RedisError:
+        except BaseException as error:
             self._connection.disconnect()  # what else it has to say is nobody's answer
+            if not isinstance(error, redis.RedisError):
+                raise
         with self._client.pipeline(transaction=False) as pipe:
             for command in commands:
                 pipe.execute_command(*command)
