@@ -49,8 +49,8 @@ def at_the_same_time(together, monkeypatch, ask):
 
 
 def test_who_asks_while_another_one_is_answered_shares_the_next_round_trip(together, monkeypatch):
-    got, trips = at_the_same_time(together, monkeypatch, lambda number: together.send("ECHO", str(number)))
-    assert got == [str(number) for number in range(THREADS)]
+    answers, trips = at_the_same_time(together, monkeypatch, lambda number: together.send("ECHO", str(number)))
+    assert answers == [str(number) for number in range(THREADS)]
     assert trips == [1, MOST_AT_ONCE, THREADS - 1 - MOST_AT_ONCE]
     assert together.send("PING") == "PONG" and not together._asked
 
@@ -62,9 +62,9 @@ def test_an_error_is_only_of_whom_asked_for_it(together, monkeypatch):
         except redis.ResponseError as error:
             return "refused" if "unknown command" in str(error) else str(error)
 
-    got, _ = at_the_same_time(together, monkeypatch, ask)
-    assert set(got[::2]) == {"refused"}
-    assert sorted(got[1::2]) == [*range(1, THREADS // 2 + 1)]  # each was done once
+    answers, _ = at_the_same_time(together, monkeypatch, ask)
+    assert set(answers[::2]) == {"refused"}
+    assert sorted(answers[1::2]) == [*range(1, THREADS // 2 + 1)]  # each was done once
 
 
 def test_a_lost_connection_costs_nobody_the_answer(together, client):
