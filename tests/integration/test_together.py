@@ -49,7 +49,10 @@ def at_the_same_time(together, monkeypatch, ask):
 
 
 def test_who_asks_while_another_one_is_answered_shares_the_next_round_trip(together, monkeypatch):
-    answers, trips = at_the_same_time(together, monkeypatch, lambda number: together.send("ECHO", str(number)))
+    def ask(number):
+        return together.send("ECHO", str(number))
+
+    answers, trips = at_the_same_time(together, monkeypatch, ask)
     assert answers == [str(number) for number in range(THREADS)]
     assert trips == [1, MOST_AT_ONCE, THREADS - 1 - MOST_AT_ONCE]
     assert together.send("PING") == "PONG" and not together._asked
