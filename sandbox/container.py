@@ -118,7 +118,8 @@ class Container:
                 # Sent and not inherited: the runtime's own processes inside keep what they inherit, and an
                 # agent could take it from them.
                 # The key with it: what a file says, or a descriptor that stays, an agent could read later.
-                socket.send_fds(stdin, [self.key.encode()], [listener.fileno()])
+                with contextlib.suppress(ConnectionError):  # it has ended, and its words say why
+                    socket.send_fds(stdin, [self.key.encode()], [listener.fileno()])
         _, self.tail = await asyncio.get_running_loop().connect_read_pipe(_Tail, self.process.stderr)
         with self.process.stdout as stdout:
             try:

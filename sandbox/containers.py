@@ -45,6 +45,7 @@ PARALLEL_STARTS = 2 * (os.cpu_count() or 1)  # measured: more only makes each st
 REMOVING_THREADS = 2
 MOST_ENDING = 16  # beyond, who ends one waits for it: sandboxes must not come faster than they go
 SETUP_TIMEOUT_S = 10.0
+ORPHANS = "sbx-template"  # `NAME` of server/template.py
 FATES_KEPT = 1000
 COUNTS = (
     *("started", "claimed_warm", "cloned", "failed", "released"),
@@ -394,11 +395,12 @@ class Containers:
 
 
 def _reap_again(before: set[int]) -> set[int]:
-    """Wait for children that had ended a while ago already, and return those that have by now: whoever begins
-    any waits at once, but clones leave us orphans, of whom nobody knows.
+    """Wait for orphans of clones and templates that had ended a while ago already, and return those that have
+    by now. By their name: another one's end is for whoever has begun it to hear of.
     """
     zombies = {pid for pid in processes.children(os.getpid()) if processes.start_time(pid) is None}
     for pid in zombies & before:
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(pid, os.WNOHANG)
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text().strip() == ORPHANS:
+                os.waitpid(pid, os.WNOHANG)
     return zombies

@@ -44,6 +44,8 @@ SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 DEVICES = ("null", "zero", "random", "urandom", "tty")
 LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx"}
 MOST_BYTES = 1 << 18
+NAME = "sbx-template"
+"""By which the host knows the orphans that these processes leave it (`containers.py`)."""
 REST = ("shell", "server", "kernel_life", "editor", "files", "state")
 """What the server imports later than its shell, for it takes time."""
 
@@ -51,6 +53,8 @@ REST = ("shell", "server", "kernel_life", "editor", "files", "state")
 def main():
     """Fork for each sandbox, until the socket is closed. What no first clone needs is imported after that."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that the kernel reaps
+    with open("/proc/self/comm", "w") as file:
+        file.write(NAME)  # of all clones, too
     rest = list(REST)
     seccomp.assembled()
     while True:
