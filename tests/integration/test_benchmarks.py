@@ -92,7 +92,6 @@ KEYS = {
         "resolved_agreement",
         "eval_ratio_to_tests_by_hand",
         "eval_overhead_s",
-        "overhead_s",
         "patch_20k_files_s",
     },
     "fork": {
