@@ -18,6 +18,7 @@ import pytest
 from rollout.schema import Rollout, RolloutRequest, State, new_id
 from tests.chaos.harness import Engine, diary_engine, put_back, remember
 from tests.helpers.blocking import SyncHostClient
+from tests.helpers.diary import words
 from tests.helpers.sandboxes import kill_from_outside, stop_host
 from tests.helpers.stack import Process, Stack, wait_until
 
@@ -165,7 +166,9 @@ def require_whole(item: Rollout, lines: int, attempt: int = 1) -> Rollout:
     """It was completed, and the sandbox's file is what its trajectory says."""
     assert (item.state, item.reward, item.attempt) == (State.COMPLETED, 1.0, attempt), (
         item.error,
-        item.notes,
+        notes(item),
+        item.artifacts.get("diary"),
+        item.trajectory and words(item.trajectory),
     )
     assert item.metrics["turns"] == lines + 1
     calls = [s.call_id for chain in item.trajectory.chains for s in chain.segments if s.sampled]
