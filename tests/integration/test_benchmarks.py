@@ -98,6 +98,14 @@ KEYS = {
         *("fork_ratio_to_start", "snapshot_ratio_to_tar", "move_ratio_to_tar", "tree_tokens_ratio"),
         *("fork_p50_ms", "cold_p50_ms", "snapshot_p50_ms", "move_p50_ms", "still_ms"),
     },
+    "gateways": {
+        key
+        for name in ("paged", "single")
+        for key in (
+            *(f"{name}_per_s_1_gateway", f"{name}_per_s_N_gateways", f"{name}_ratio"),
+            *(f"gateway_cpu_ms_{name}", f"redis_cpu_ms_{name}"),
+        )
+    },
     "harbor": {"overhead_s", "build_cached_ms", "build_first_s", "check_tasks_per_min"},
     "transfer": {
         "mb_per_s",
@@ -141,6 +149,11 @@ MORE = {
         long=(),
     ),
     "token_drift": BENCHMARKS("episodes of `token_drift`", short=("--count", "8"), long=()),
+    "gateways": BENCHMARKS(
+        "gateways, workers and rollouts of `gateways`",
+        short=("--gateways", "2", "--workers", "1", "--live", "40", "--tokens", "256"),
+        long=(),
+    ),
     "fairness": BENCHMARKS("simulated seconds of `fairness`", short=("--count", "5"), long=()),
 }
 if BENCHMARKS:
