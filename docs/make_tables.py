@@ -43,7 +43,8 @@ def _settings() -> list[str]:
     for name, field in Settings.model_fields.items():
         default = field.default.get_secret_value() if isinstance(field.default, SecretStr) else field.default
         shown = "the host name" if field.default_factory else "none" if default == "" else f"`{default}`"
-        rows.append(f"| `{ENV_PREFIX}{name.upper()}` | {shown} | {field.description} |")
+        text = " ".join((field.description or "").split())
+        rows.append(f"| `{ENV_PREFIX}{name.upper()}` | {shown} | {text} |")
     return rows
 
 
