@@ -17,10 +17,10 @@ from aiohttp import web
 from prometheus_client import generate_latest
 
 from services.capture import metrics
-from services.capture.call import Dialect, ModelCall, Refusal
+from services.capture.call import ModelCall, Refusal
 from services.capture.dialects.anthropic import Anthropic
 from services.capture.dialects.chat import Chat
-from services.capture.dialects.fields import decoded
+from services.capture.dialects.fields import Dialect, decoded
 from services.capture.dialects.gemini import Gemini
 from services.capture.dialects.responses import Responses
 from services.capture.history import Histories

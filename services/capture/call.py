@@ -1,9 +1,7 @@
-"""A model call as capture has it inside, whatever the dialect; and how a dialect is told its outcome."""
+"""A model call as capture has it inside, whatever the dialect, and its outcome."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -90,76 +88,3 @@ class Answer:
     cached_tokens: int = 0
     created: int = 0
     """Seconds since the epoch."""
-
-
-class Stream(ABC):
-    """The answer to one streamed call, as bytes in order: begin, deltas and heartbeats, then end or fail.
-
-    What acts on the program (a call of a tool, the last event) is in `end` alone, which is sent when the turn
-    is written.
-    """
-
-    @abstractmethod
-    def begin(self) -> bytes:
-        """What is sent before anything is sampled; may be empty."""
-
-    @abstractmethod
-    def heartbeat(self) -> bytes:
-        """What keeps the connection alive and means nothing."""
-
-    @abstractmethod
-    def delta(self, *, text: str = "", reasoning: str = "") -> bytes:
-        """What was sampled since. Reasoning comes before text."""
-
-    @abstractmethod
-    def end(self, answer: Answer) -> bytes:
-        """What of the answer was not sent as a delta, its calls of tools, and what closes the stream."""
-
-    @abstractmethod
-    def fail(self, refusal: Refusal) -> bytes:
-        """The dialect's error in the middle of a stream."""
-
-
-class Dialect(ABC):
-    """One API of model calls. Stateless."""
-
-    name: str
-
-    @abstractmethod
-    def read(
-        self,
-        body: bytes,
-        *,
-        model: str = "",
-        stream: bool | None = None,
-        recent: Iterable[History] = (),
-    ) -> ModelCall:
-        """The call in a body.
-
-        Args:
-            model, stream: What the path says, where it does.
-            recent: Histories of calls in this dialect that it may go on from.
-
-        Raises:
-            Refusal: `invalid`, which names the field; also for what is not served here.
-        """
-
-    @abstractmethod
-    def answer(self, call: ModelCall, answer: Answer) -> bytes:
-        """The JSON of a whole answer."""
-
-    @abstractmethod
-    def stream(self, call: ModelCall, call_id: str, created: int, prompt_tokens: int) -> Stream:
-        """A streamed answer, to be begun."""
-
-    @abstractmethod
-    def refusal(self, refusal: Refusal) -> bytes:
-        """The JSON of an error; its status is `refusal.status`."""
-
-    def count(self, tokens: int) -> bytes:
-        """The JSON that tells the number of tokens of a prompt.
-
-        Raises:
-            Refusal: `not_found`: this dialect does not count.
-        """
-        raise Refusal("not_found", f"{self.name} has no route that counts tokens")

@@ -15,7 +15,7 @@ from msgspec import Raw, Struct
 
 from rollout.trajectory import Message, ToolCall
 from services.capture.call import Answer, ModelCall, Refusal
-from services.capture.dialects.fields import Fields, WireDialect, decoded, invalid, unserved
+from services.capture.dialects.fields import Dialect, Fields, decoded, invalid, unserved
 from services.capture.dialects.messages import (
     Content,
     conversation,
@@ -27,7 +27,7 @@ from services.capture.dialects.messages import (
     text_of,
     tool_call,
 )
-from services.capture.dialects.writing import Kind, WireStream, arguments, encoded, event, told
+from services.capture.dialects.writing import Kind, Stream, arguments, encoded, event, told
 
 _ASKED = "temperature top_p top_k stop_sequences thinking tool_choice output_config context_management"
 _BILLING = re.compile(r"^x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE)
@@ -114,7 +114,7 @@ def _head(call_id: str, model: str, usage: dict[str, Any]) -> dict[str, Any]:
     return {"id": f"msg_{call_id}", "type": "message", "role": "assistant", "model": model} | empty
 
 
-class _AnthropicStream(WireStream):
+class _AnthropicStream(Stream):
     _index = -1
     _error_name = "error"
 
@@ -166,11 +166,11 @@ class _AnthropicStream(WireStream):
         return event({"type": kind, **fields}, kind)
 
 
-class Anthropic(WireDialect):
+class Anthropic(Dialect):
     """Messages."""
 
     name = "anthropic"
-    _stream = _AnthropicStream
+    stream = _AnthropicStream
 
     def _read(self, fields: Fields) -> ModelCall:
         system = text_of(fields.take("system", Content), "system")

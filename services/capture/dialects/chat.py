@@ -14,7 +14,7 @@ from msgspec import Raw, Struct
 
 from rollout.trajectory import Message
 from services.capture.call import Answer, ModelCall, Refusal
-from services.capture.dialects.fields import Fields, WireDialect, decoded, invalid, unserved
+from services.capture.dialects.fields import Dialect, Fields, decoded, invalid, unserved
 from services.capture.dialects.messages import (
     Content,
     conversation,
@@ -24,7 +24,7 @@ from services.capture.dialects.messages import (
     text_of,
     tool_call,
 )
-from services.capture.dialects.writing import Kind, WireStream, arguments, encoded, event, openai_error
+from services.capture.dialects.writing import Kind, Stream, arguments, encoded, event, openai_error
 
 _ASKED = (
     "temperature top_p top_k min_p seed stop presence_penalty frequency_penalty repetition_penalty verbosity "
@@ -112,7 +112,7 @@ def _calls(answer: Answer) -> list[dict[str, Any]]:
     ]
 
 
-class _ChatStream(WireStream):
+class _ChatStream(Stream):
     def begin(self) -> bytes:
         return self._chunk({"role": "assistant", "content": ""})
 
@@ -141,11 +141,11 @@ class _ChatStream(WireStream):
         return event(head | {"choices": choices} | more)
 
 
-class Chat(WireDialect):
+class Chat(Dialect):
     """Chat Completions."""
 
     name = "chat"
-    _stream = _ChatStream
+    stream = _ChatStream
 
     def _read(self, fields: Fields) -> ModelCall:
         fields.only("n", 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import msgspec
 from msgspec import Raw
 
-from services.capture.call import Dialect, ModelCall, Refusal, Stream
-from services.capture.dialects.writing import WireStream, encoded
+from services.capture.call import Answer, ModelCall, Refusal
+from services.capture.dialects.writing import Stream, encoded
 from services.capture.history import History
 
 MOST_DEPTH = 100
@@ -135,12 +135,14 @@ class Fields:
                 raise invalid(self.path(name), "it is not served here: leave it out")
 
 
-class WireDialect(Dialect):
-    """A dialect that reads a body by its fields."""
+class Dialect(ABC):
+    """One API of model calls, whose bodies are read by their fields. Stateless."""
 
+    name: str
     stream_type = "text/event-stream"
     """Content type of its streams."""
-    _stream: ClassVar[type[WireStream]]
+    stream: ClassVar[type[Stream]]
+    """A streamed answer, to be begun."""
 
     def read(
         self,
@@ -150,6 +152,15 @@ class WireDialect(Dialect):
         stream: bool | None = None,
         recent: Iterable[History] = (),
     ) -> ModelCall:
+        """The call in a body.
+
+        Args:
+            model, stream: What the path says, where it does.
+            recent: Histories of calls in this dialect that it may go on from.
+
+        Raises:
+            Refusal: `invalid`, which names the field; also for what is not served here.
+        """
         try:
             call = self._read(Fields(body, recent=recent))
         except Refusal:
@@ -161,11 +172,21 @@ class WireDialect(Dialect):
         stream = call.stream if stream is None else stream
         return replace(call, model=model or call.model, stream=stream, size=len(body))
 
-    def stream(self, call: ModelCall, call_id: str, created: int, prompt_tokens: int) -> Stream:
-        return self._stream(call, call_id, created, prompt_tokens)
+    @abstractmethod
+    def answer(self, call: ModelCall, answer: Answer) -> bytes:
+        """The JSON of a whole answer."""
 
     def refusal(self, refusal: Refusal) -> bytes:
-        return encoded(self._stream.error(refusal))
+        """The JSON of an error; its status is `refusal.status`."""
+        return encoded(self.stream.error(refusal))
+
+    def count(self, tokens: int) -> bytes:
+        """The JSON that tells the number of tokens of a prompt.
+
+        Raises:
+            Refusal: `not_found`: this dialect does not count.
+        """
+        raise Refusal("not_found", f"{self.name} has no route that counts tokens")
 
     @abstractmethod
     def _read(self, fields: Fields) -> ModelCall: ...

@@ -13,7 +13,7 @@ from msgspec import Raw, Struct, field
 
 from rollout.trajectory import Message, ToolCall
 from services.capture.call import Answer, ModelCall, Refusal
-from services.capture.dialects.fields import Fields, WireDialect, decoded, invalid, shallow, unserved
+from services.capture.dialects.fields import Dialect, Fields, decoded, invalid, shallow, unserved
 from services.capture.dialects.messages import (
     conversation,
     joined,
@@ -24,7 +24,7 @@ from services.capture.dialects.messages import (
     tool_call,
     unseen,
 )
-from services.capture.dialects.writing import Kind, WireStream, encoded, event, told
+from services.capture.dialects.writing import Kind, Stream, encoded, event, told
 from services.capture.history import History
 
 _ASKED = (
@@ -198,7 +198,7 @@ def _chunk(
     return chunk
 
 
-class _GeminiStream(WireStream):
+class _GeminiStream(Stream):
     def begin(self) -> bytes:
         return b""
 
@@ -242,13 +242,13 @@ class _ListStream(_GeminiStream):
         return comma + encoded(chunk)
 
 
-class Gemini(WireDialect):
+class Gemini(Dialect):
     """The API of Gemini; its streams are events, or the entries of one list where `sse` is false."""
 
     name = "gemini"
 
     def __init__(self, *, sse: bool = True) -> None:
-        self._stream = _GeminiStream if sse else _ListStream
+        self.stream = _GeminiStream if sse else _ListStream
         self.stream_type = "text/event-stream" if sse else "application/json"
 
     def _read(self, fields: Fields) -> ModelCall:

@@ -14,7 +14,7 @@ from msgspec import Raw, Struct
 
 from rollout.trajectory import Message
 from services.capture.call import Answer, ModelCall, Refusal
-from services.capture.dialects.fields import Fields, WireDialect, decoded, invalid, unserved
+from services.capture.dialects.fields import Dialect, Fields, decoded, invalid, unserved
 from services.capture.dialects.messages import (
     FREE_TEXT,
     Content,
@@ -28,7 +28,7 @@ from services.capture.dialects.messages import (
     text_of,
     tool_call,
 )
-from services.capture.dialects.writing import Kind, WireStream, arguments, encoded, event, openai_error, told
+from services.capture.dialects.writing import Kind, Stream, arguments, encoded, event, openai_error, told
 
 _ASKED = "temperature top_p reasoning tool_choice text truncation max_tool_calls"
 _REFUSED = "previous_response_id conversation background prompt top_logprobs"
@@ -163,7 +163,7 @@ def _calls(call: ModelCall, answer: Answer) -> Iterator[dict[str, Any]]:
             yield item | {"type": "function_call", "arguments": arguments(made)}
 
 
-class _ResponsesStream(WireStream):
+class _ResponsesStream(Stream):
     _number = -1
 
     def begin(self) -> bytes:
@@ -237,11 +237,11 @@ class _ResponsesStream(WireStream):
         return event({"type": kind, "sequence_number": self._number, **fields}, kind)
 
 
-class Responses(WireDialect):
+class Responses(Dialect):
     """Responses."""
 
     name = "responses"
-    _stream = _ResponsesStream
+    stream = _ResponsesStream
 
     def _read(self, fields: Fields) -> ModelCall:
         fields.refuse(_REFUSED)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from typing import Any, Literal
 
 import msgspec
 
 from rollout.trajectory import ToolCall
-from services.capture.call import Answer, ModelCall, Refusal, Stream
+from services.capture.call import Answer, ModelCall, Refusal
 
 _CODES = {"unauthorized": "invalid_api_key", "context": "context_length_exceeded", "ended": "session_ended"}
 _CODES |= {"busy": "rate_limit_exceeded", "not_found": "not_found", "too_large": "request_too_large"}
@@ -64,23 +64,31 @@ def told(answer: Answer) -> list[tuple[Kind, str]]:
     return [(kind, text) for kind, text in said.items() if text]
 
 
-class WireStream(Stream):
-    """A stream that knows what it has sent."""
+class Stream(ABC):
+    """The answer to one streamed call, as bytes in order: begin, deltas and heartbeats, then end or fail.
+
+    What acts on the program (a call of a tool, the last event) is in `end` alone, which is sent when the turn
+    is written.
+    """
 
     _error_name = ""
 
     def __init__(self, call: ModelCall, call_id: str, created: int, prompt_tokens: int) -> None:
-        self._call = call
-        self._call_id = call_id
-        self._created = created
-        self._prompt_tokens = prompt_tokens
+        self._call, self._call_id = call, call_id
+        self._created, self._prompt_tokens = created, prompt_tokens
         self._pieces: dict[Kind, list[str]] = {"reasoning": [], "text": []}
         self._kind: Kind | None = None
 
+    @abstractmethod
+    def begin(self) -> bytes:
+        """What is sent before anything is sampled; may be empty."""
+
     def heartbeat(self) -> bytes:
+        """What keeps the connection alive and means nothing."""
         return b": waiting\n\n"
 
     def delta(self, *, text: str = "", reasoning: str = "") -> bytes:
+        """What was sampled since. Reasoning comes before text."""
         return self._more("reasoning", reasoning) + self._more("text", text)
 
     def _more(self, kind: Kind, text: str) -> bytes:
@@ -102,6 +110,7 @@ class WireStream(Stream):
         return self._shut(kind) if kind else b""
 
     def end(self, answer: Answer) -> bytes:
+        """What of the answer was not sent as a delta, its calls of tools, and what closes the stream."""
         out = b""
         wholes = dict(told(answer))
         for kind in self._pieces:
@@ -112,6 +121,7 @@ class WireStream(Stream):
         return out + self._stop() + self._close(answer)
 
     def fail(self, refusal: Refusal) -> bytes:
+        """The dialect's error in the middle of a stream."""
         return event(self.error(refusal), self._error_name)
 
     @staticmethod

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from services.capture.call import Dialect
 from services.capture.dialects.anthropic import Anthropic
 from services.capture.dialects.chat import Chat
+from services.capture.dialects.fields import Dialect
 from services.capture.dialects.gemini import Gemini
 from services.capture.dialects.responses import Responses
 
