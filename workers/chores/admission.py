@@ -34,6 +34,7 @@ class Admission(Chore):
     """The admission of one worker that serves INIT."""
 
     name = "admission"
+    stage = Stage.INIT
     interval_s = 1.0
     """While open: how soon a shortage is noticed. Bounds are kept by the claim itself."""
     first_s = 0.0
@@ -57,10 +58,6 @@ class Admission(Chore):
         """`disk` or `memory` → a sentence; empty while there is room."""
         self.full = False
         """Whether INIT is far enough ahead of RUN."""
-
-    @classmethod
-    def is_for(cls, services: WorkerServices) -> bool:
-        return services.serves(Stage.INIT)
 
     @property
     def is_open(self) -> bool:

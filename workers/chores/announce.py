@@ -11,7 +11,6 @@ from sandbox.host_client import HostClient
 from services.state.fleet import ANNOUNCE_EVERY_S
 from workers.chores.base import Chore
 from workers.metrics import LAG_BUCKETS_S
-from workers.services import WorkerServices
 
 
 class Announcer(Chore):
@@ -51,10 +50,7 @@ class LoopLag(Chore):
     """Measures how late the event loop is, where somebody reads it."""
 
     name = "loop-lag"
-
-    @classmethod
-    def is_for(cls, services: WorkerServices) -> bool:
-        return bool(services.settings.worker_metrics_port)
+    setting = "worker_metrics_port"
 
     def begin(self) -> None:
         self._services.metrics.serve(self._services.settings)

@@ -103,6 +103,7 @@ class Archiver(Chore):
     """Follows the results with a cursor of its own."""
 
     name = "archive"
+    setting = "archive_dir"
 
     lock = keys.ARCHIVE_LOCK
 
@@ -124,10 +125,6 @@ class Archiver(Chore):
         self._directory.mkdir(parents=True, exist_ok=True)
         if not os.access(self._directory, os.W_OK):
             raise PermissionError(f"ROLLOUT_ARCHIVE_DIR={self._directory} is not writable for this user")
-
-    @classmethod
-    def is_for(cls, services: WorkerServices) -> bool:
-        return bool(services.settings.archive_dir)
 
     def tick(self) -> float | None:
         """Archive what has ended; the disk failing is waited out."""

@@ -43,6 +43,7 @@ class Keeper(Chore):
     """The health of the fleet of backends; in every RUN worker, for those are the ones that reach them."""
 
     name = "keeper"
+    stage = Stage.RUN
     interval_s = 0.5
     """How soon a suspicion is looked into."""
 
@@ -56,10 +57,6 @@ class Keeper(Chore):
         self._watched: dict[str, _Watch] = {}
         self._reconciled = time.monotonic()
         self._pool = ThreadPoolExecutor(16, thread_name_prefix="probe")
-
-    @classmethod
-    def is_for(cls, services: WorkerServices) -> bool:
-        return services.serves(Stage.RUN)
 
     def close(self) -> None:
         self._pool.shutdown()

@@ -9,6 +9,7 @@ import redis
 import structlog
 from kombu.exceptions import OperationalError
 
+from rollout.schema import Stage
 from services.state.election import LOCK_S, Election
 from workers.metrics import CHORE_FAILURES
 from workers.services import WorkerServices
@@ -30,6 +31,10 @@ class Chore:
     lock: ClassVar[str | None] = None
     """Redis key of the lock whose holder, one worker of the fleet, ticks; None = every worker does."""
     election: Election | None = None
+    stage: ClassVar[Stage | None] = None
+    """The fleet whose workers do it; None = each does."""
+    setting: ClassVar[str | None] = None
+    """The setting without which none does it."""
 
     def __init__(self, services: WorkerServices) -> None:
         """
@@ -56,7 +61,8 @@ class Chore:
         Raises:
             SettingsError: The settings contradict themselves.
         """
-        return True
+        wanted = cls.setting is None or bool(getattr(services.settings, cls.setting))
+        return wanted and (cls.stage is None or services.serves(cls.stage))
 
     def tick(self) -> float | None:
         """Do what is due; answers the seconds to the next turn, None = `interval_s`."""

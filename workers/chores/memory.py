@@ -9,7 +9,6 @@ import sys
 import psutil
 
 from workers.chores.base import Chore
-from workers.services import WorkerServices
 
 _renew = False
 
@@ -18,11 +17,8 @@ class Memory(Chore):
     """Ends a worker that holds more than it may."""
 
     name = "memory"
+    setting = "worker_max_memory_mb"
     interval_s = 2.0
-
-    @classmethod
-    def is_for(cls, services: WorkerServices) -> bool:
-        return services.settings.worker_max_memory_mb > 0
 
     def tick(self) -> None:
         """Have the worker stop, and start anew, when it is too large."""

@@ -39,6 +39,7 @@ class Leftovers(Chore):
     """Removes them from the directory that all nodes see: those of rollouts that ended, or began anew."""
 
     name = "leftovers"
+    setting = "snapshot_dir"
     interval_s = 60.0
     lock = keys.LEFTOVERS_LOCK
 
@@ -46,10 +47,6 @@ class Leftovers(Chore):
         super().__init__(services)
         self._store = MovingStore(services.redis, services.settings)
         self._directory = Path(services.settings.snapshot_dir)
-
-    @classmethod
-    def is_for(cls, services: WorkerServices) -> bool:
-        return bool(services.settings.snapshot_dir)
 
     def tick(self) -> None:
         """Look at all that have lain there for a while."""
@@ -67,6 +64,7 @@ class Relief(Chore):
     """Has the rollout with the largest sandbox leave a node that stays short of disk, one at a time."""
 
     name = "relief"
+    stage, setting = Stage.RUN, "snapshot_dir"
     interval_s = 2.0
 
     def __init__(self, services: WorkerServices) -> None:
@@ -75,10 +73,6 @@ class Relief(Chore):
         self._looks = 0
         self._stay: deque[str] = deque(maxlen=MOST_STAY)
         """Ids of those that could not leave."""
-
-    @classmethod
-    def is_for(cls, services: WorkerServices) -> bool:
-        return bool(services.settings.snapshot_dir) and services.serves(Stage.RUN)
 
     def tick(self) -> None:
         """Look, and after some looks in a row act."""

@@ -9,7 +9,6 @@ import redis
 from rollout.schema import Stage
 from services.state.policy.store import LeaseLost, Work
 from workers.chores.base import CHORE_FAILURES, Chore
-from workers.services import WorkerServices
 
 BELL_S = 1.0
 """Longest sleep between two looks for an update whose worker died. A new one rings, and is seen at once."""
@@ -19,12 +18,9 @@ class Updater(Chore):
     """These workers, and perhaps no others, reach the backends."""
 
     name = "updates"
+    stage = Stage.RUN
     interval_s = 0.0
     retry_s = 1.0
-
-    @classmethod
-    def is_for(cls, services: WorkerServices) -> bool:
-        return services.serves(Stage.RUN)
 
     def tick(self) -> None:
         """Begin to carry out an update, or wait for one. Those of several policies run at once."""

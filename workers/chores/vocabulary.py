@@ -12,15 +12,12 @@ class Vocabulary(Chore):
     """Looks for tokenizers that were loaded, beside the rollouts that need them."""
 
     name = "vocabulary"
+    stage = Stage.RUN
     interval_s = LOOK_S
 
     def __init__(self, services: WorkerServices) -> None:
         super().__init__(services)
         self._keeper = Keeper(services.redis)
-
-    @classmethod
-    def is_for(cls, services: WorkerServices) -> bool:
-        return services.serves(Stage.RUN)
 
     def tick(self) -> None:
         self._keeper.look()

@@ -43,6 +43,7 @@ class Watch(Chore):
     """Publishes what is printed, for as long as a gateway asks."""
 
     name = "watch"
+    stage = Stage.RUN
     interval_s = 3600.0
     channel = keys.WATCH_CHANNEL
 
@@ -50,10 +51,6 @@ class Watch(Chore):
         super().__init__(services)
         self._rung = False
         self._watched: dict[tuple[str, int], Watched] = {}
-
-    @classmethod
-    def is_for(cls, services: WorkerServices) -> bool:
-        return services.serves(Stage.RUN)
 
     def ring(self) -> None:
         self._rung = True

@@ -74,9 +74,9 @@ class Driven(AgentHandler[Any]):
         # The program goes on in the sandbox, and its turns are in Redis, whoever holds RUN.
         self.repeatable = {*inner.repeats, Stage.RUN}  # type: ignore[misc]
         self._inner, self._agent, self._settings = inner, request.agent, settings
-
-    def check_task(self, task: dict[str, Any]) -> Any:
-        return self._inner.check_task(task)
+        self.check_task, self.metrics = inner.check_task, inner.metrics  # type: ignore[method-assign]
+        self.on_init_error, self.on_run_error = inner.on_init_error, inner.on_run_error  # type: ignore
+        self.on_eval_error = inner.on_eval_error  # type: ignore[method-assign]
 
     def _harness(self) -> Harness:
         try:
@@ -304,18 +304,6 @@ class Driven(AgentHandler[Any]):
             return await self._inner.evaluate(ctx)
         reward = json.loads(posted)
         return Reward(reward["reward"], reward["components"])
-
-    async def on_init_error(self, ctx: InitContext[Any], error: Exception) -> None:
-        await self._inner.on_init_error(ctx, error)
-
-    async def on_run_error(self, ctx: RunContext[Any], error: Exception) -> FinishReason | None:
-        return await self._inner.on_run_error(ctx, error)
-
-    async def on_eval_error(self, ctx: EvalContext[Any], error: Exception) -> Reward | None:
-        return await self._inner.on_eval_error(ctx, error)
-
-    def metrics(self, ctx: EvalContext[Any], reward: Reward) -> dict[str, float]:
-        return self._inner.metrics(ctx, reward)
 
 
 async def _summary(ctx: RunContext[Any], store: CaptureStore) -> Summary:
