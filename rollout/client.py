@@ -1,7 +1,5 @@
 """The clients of the HTTP API: `Client` for blocking code, and `AsyncClient` with the same as coroutines."""
 
-from __future__ import annotations
-
 from rollout.async_client import AsyncClient
 from rollout.errors import AddressError, ApiError, ApiKeyError, RolloutError, Unavailable, WaitTimeout
 from rollout.http import DEFAULT_URL, KEY_VARIABLE, URL_VARIABLE

@@ -130,10 +130,6 @@ class Redactor:
         return value
 
 
-def _add_identity(logger: Any, method: str, event: dict[str, Any]) -> dict[str, Any]:
-    return _identity | event
-
-
 def _renderer(settings: Settings) -> Callable[..., Any]:
     if settings.log_format == "json":
         return structlog.processors.JSONRenderer()
@@ -146,7 +142,7 @@ def configure(settings: Settings) -> None:
     """Send structlog and the standard library's logging to stderr in one format."""
     shared = [
         structlog.contextvars.merge_contextvars,
-        _add_identity,
+        lambda logger, method, event: _identity | event,
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.processors.TimeStamper(fmt="iso", utc=True),

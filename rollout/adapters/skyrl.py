@@ -30,7 +30,7 @@ def generator_output(
         "response_ids": [sample.response_ids for _, sample, _, _ in rows],
         "rewards": [reward for _, _, reward, _ in rows],
         "loss_masks": [sample.loss_mask for _, sample, _, _ in rows],
-        "stop_reasons": [_stop_reason(rollout) for rollout, *_ in rows],
+        "stop_reasons": ["length" if item.finish_reason in TRUNCATED else "stop" for item, *_ in rows],
         "rollout_metrics": None,
         "rollout_logprobs": [sample.logprobs for _, sample, _, _ in rows],
         "trajectory_ids": [
@@ -45,7 +45,3 @@ def generator_output(
         "pixel_values": None,
         "image_grid_thw": None,
     }
-
-
-def _stop_reason(rollout: Rollout) -> str:
-    return "length" if rollout.finish_reason in TRUNCATED else "stop"

@@ -51,9 +51,6 @@ class Caller:
     asked_at: float = float("-inf")
     """Monotonic time at which it was asked last whether the session is over."""
 
-    def may(self, scope: str) -> bool:
-        return self.key.may(scope)
-
 
 class Guard:
     """Checks each call against the keys in Redis, which it reads every `CACHE_S` seconds at most."""
@@ -267,7 +264,7 @@ def tenant_filter() -> str | None:
     me, asked = caller(), request.args.get("tenant")
     if asked is None or asked == me.tenant.name:
         return me.tenant.name
-    if not me.may(Scope.ADMIN):
+    if not me.key.may(Scope.ADMIN):
         detail = f"tenant: only a key with the scope 'admin' may name another tenant than {me.tenant.name!r}"
         raise ApiProblem(
             403,

@@ -61,7 +61,9 @@ def read_json(data: bytes) -> Any:
     Raises:
         ApiProblem: 400 naming the field.
     """
-    _require_few_values(data)
+    # The second time without texts: most marks may be in those.
+    if _marks(data) > MAX_VALUES and _marks(_STRING.sub(b"", data)) > MAX_VALUES:
+        raise invalid("(body)", f"holds more than {MAX_VALUES} values; send several calls")
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -78,13 +80,6 @@ def read_json(data: bytes) -> Any:
         raise _too_deep("(body)") from None
     _require_fit(value, whole=decoder.refused or _SURROGATE.search(text) is not None)
     return value
-
-
-def _require_few_values(data: bytes) -> None:
-    """Before anything is made of it."""
-    # The second time without texts: most marks may be in those.
-    if _marks(data) > MAX_VALUES and _marks(_STRING.sub(b"", data)) > MAX_VALUES:
-        raise invalid("(body)", f"holds more than {MAX_VALUES} values; send several calls")
 
 
 def _marks(data: bytes) -> int:

@@ -262,7 +262,9 @@ class ParkingWorker(ThreadWorker):
         if isinstance(result, ParkedWaiter):
             conn.waiter = result
             if conn.awaited:
-                self._await_body(conn)
+                conn.large = True
+                self._bodies += len(conn.inbox)
+                self._await(conn, BODY_S + conn.awaited / BODY_RATE)
             else:
                 self._park(conn, result)
             return
@@ -270,7 +272,10 @@ class ParkingWorker(ThreadWorker):
             conn.waiter.leave()
             conn.waiter = None
         if result:
-            self._await_next(conn)
+            # The next request of a connection that is kept; perhaps it is there already.
+            self._await(conn, HEAD_S if conn.inbox else self.cfg.keepalive)
+            if conn.inbox:
+                self._look_at_head(conn)
         else:
             self._linger(conn)
 
@@ -445,17 +450,6 @@ class ParkingWorker(ThreadWorker):
         if not self.alive:
             seconds = min(seconds, STOP_KEEPALIVE_LINGER)
         self._watch(conn, self._incoming, time.monotonic() + seconds)
-
-    def _await_body(self, conn: Connection) -> None:
-        conn.large = True
-        self._bodies += len(conn.inbox)
-        self._await(conn, BODY_S + conn.awaited / BODY_RATE)
-
-    def _await_next(self, conn: Connection) -> None:
-        """The next request of a connection that is kept; perhaps it is there already."""
-        self._await(conn, HEAD_S if conn.inbox else self.cfg.keepalive)
-        if conn.inbox:
-            self._look_at_head(conn)
 
     def _take(self, conn: Connection, data: bytes) -> None:
         if not conn.inbox and not conn.awaited:

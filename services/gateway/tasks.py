@@ -138,7 +138,7 @@ def not_permitted(
         if runtime is None:
             continue
         ours = runtime == own or (own == AUTO_RUNTIME and runtime == BEST_RUNTIME)
-        if not ours and me.tenant.runtimes is None and not me.may(Scope.ADMIN):
+        if not ours and me.tenant.runtimes is None and not me.key.may(Scope.ADMIN):
             message = f"the deployment runs {own!r}, and tenant {me.tenant.name!r} was not given {runtime!r}"
             yield FieldError(field=f"{prefix}sandbox_runtime", message=message)
         yield from require("runtimes", f"{prefix}sandbox_runtime", runtime)

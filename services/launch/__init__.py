@@ -1,7 +1,5 @@
 """What starts the service and keeps it up: on one machine (`rollout up`), or on a Slurm cluster."""
 
-from __future__ import annotations
-
 
 class StackError(RuntimeError):
     """The stack cannot be started, or a part of it did not start; the message says which and why."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from rollout.trajectory import FinishReason
 from workers.handlers.base import RunContext
@@ -70,13 +70,7 @@ class Hides(Protocol):
         """What the agent's sandbox must not hold when the agent comes: tests, solution, keys."""
 
 
-def added_lines(patch: str) -> str:
-    """The lines that a diff adds: what a tree has that holds its other side."""
-    lines = patch.splitlines()
-    return "\n".join(line[1:] for line in lines if line.startswith("+") and not line.startswith("+++ "))
-
-
-def removed_lines(patch: str) -> str:
-    """The lines that a diff takes away; see `added_lines`."""
-    lines = patch.splitlines()
-    return "\n".join(line[1:] for line in lines if line.startswith("-") and not line.startswith("--- "))
+def changed_lines(patch: str, sign: Literal["+", "-"] = "+") -> str:
+    """The lines that a diff adds, which a tree has that holds its other side; `-`: that it takes away."""
+    lines = [line for line in patch.splitlines() if line.startswith(sign)]
+    return "\n".join(line[1:] for line in lines if not line.startswith(f"{sign * 3} "))

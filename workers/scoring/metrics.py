@@ -1,7 +1,5 @@
 """Numbers of the scorers, among the worker's own metrics (`workers/metrics.py`)."""
 
-from __future__ import annotations
-
 from prometheus_client import Counter, Gauge, Histogram
 
 BUCKETS_S = (0.005, 0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60)

@@ -138,7 +138,9 @@ def conversation(
         elif entry.role == "system":
             rest.append(message("user", entry.text))
         elif merge and rest and rest[-1].role == entry.role == "assistant":
-            rest[-1] = _merged(rest[-1], entry)
+            first = rest[-1]
+            reasoning = (first.reasoning or "") + (entry.reasoning or "")
+            rest[-1] = said(first.text + entry.text, reasoning, first.tool_calls + entry.tool_calls)
         else:
             rest.append(entry)
 
@@ -154,8 +156,3 @@ def conversation(
     if not rest:
         raise invalid(where, "there are no messages")
     return history
-
-
-def _merged(first: Message, second: Message) -> Message:
-    reasoning = (first.reasoning or "") + (second.reasoning or "")
-    return said(first.text + second.text, reasoning, first.tool_calls + second.tool_calls)

@@ -66,17 +66,12 @@ def _any_form(schema: dict[str, Any]) -> None:
 class CodeTask(RowTask):
     """A programming problem with hidden tests."""
 
-    model_config = ConfigDict(json_schema_extra=_any_form)
+    model_config = ConfigDict(json_schema_extra=_any_form, use_attribute_docstrings=True)
 
-    prompt: str = Field(
-        min_length=1,
-        description="The problem; also as question, problem, description, or a list of chat messages.",
-    )
-    tests: list[Case] = Field(
-        min_length=1,
-        max_length=MAX_CASES,
-        description="Hidden: a list of {stdin, stdout} or {args, expected}; or as published sets do.",
-    )
+    prompt: str = Field(min_length=1)
+    """The problem; also as question, problem, description, or a list of chat messages."""
+    tests: list[Case] = Field(min_length=1, max_length=MAX_CASES)
+    """Hidden: a list of {stdin, stdout} or {args, expected}; or as published sets do."""
     fn_name: str | None = Field(default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")
     """The function to call, plain or a method of a class `Solution`; needed where cases have `args`."""
     starter_code: str = ""
@@ -86,11 +81,8 @@ class CodeTask(RowTask):
     """For one case."""
     score: Literal["all", "fraction"] = "all"
     """Reward 1 when every case passes, or the share of those that do."""
-
-    solutions: list[str] = Field(
-        default_factory=list,
-        description="Programs that solve it, for `rollout tasks check`; also as solution.",
-    )
+    solutions: list[str] = Field(default_factory=list)
+    """Programs that solve it, for `rollout tasks check`; also as solution."""
 
     @classmethod
     def from_row(cls, row: dict[str, Any]) -> dict[str, Any]:

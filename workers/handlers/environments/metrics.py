@@ -1,7 +1,5 @@
 """Numbers of the environments, among the worker's own metrics (`workers/metrics.py`)."""
 
-from __future__ import annotations
-
 from prometheus_client import Gauge, Histogram
 
 SECONDS = Histogram(

@@ -64,7 +64,8 @@ def falsify(files: TestFiles, fail_to_pass: Sequence[str], others: Sequence[str]
     names: dict[str, list[tuple[str, ast.AST]]] = {}
     for name in dict.fromkeys([*fail_to_pass, *others]):
         definitions = files.find(name)
-        generators = any(_is_generator(node) for _, _, node in definitions)
+        parts = (part for _, _, node in definitions for part in _own(node))
+        generators = any(isinstance(part, ast.Yield | ast.YieldFrom) for part in parts)
         if not definitions or generators or files.expects_failure(name):
             continue
         names[name] = [(path, node) for path, _, node in definitions]
@@ -255,7 +256,3 @@ def _own(node: Function) -> Iterator[ast.AST]:
         yield part
         if not isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
             waiting += ast.iter_child_nodes(part)
-
-
-def _is_generator(node: Function) -> bool:
-    return any(isinstance(part, ast.Yield | ast.YieldFrom) for part in _own(node))

@@ -8,7 +8,7 @@ from typing import Any
 from sandbox.client import SandboxClient
 from workers.errors import TaskError
 from workers.handlers.fields import parsed
-from workers.handlers.oracle import Hidden, NoOracle, added_lines, removed_lines
+from workers.handlers.oracle import Hidden, NoOracle, changed_lines
 from workers.handlers.swe.repository import GIT_ENV
 from workers.handlers.swe.rows import Instance, SweTask
 from workers.handlers.swe.specs import Spec
@@ -60,10 +60,10 @@ def _path(diff: dict[str, Any]) -> str:
 def hidden_of(task: SweTask, instance: Instance, spec: Spec) -> list[Hidden]:
     """The fix, the tests, and every commit behind the one that the agent starts from."""
     patch = task.patch or ""
-    fix = removed_lines(patch) if instance.bug_patch else added_lines(patch)
+    fix = changed_lines(patch, "-" if instance.bug_patch else "+")
     return [
         Hidden("the fix", fix),
-        Hidden("the tests (test_patch)", added_lines(instance.test_patch)),
+        Hidden("the tests (test_patch)", changed_lines(instance.test_patch)),
         *(Hidden(f"the tests ({name})", text) for name, text in instance.hidden_tests.items()),
         Hidden("later commits", "", repository=spec.repo_dir),
     ]
