@@ -74,7 +74,7 @@ bench: setup-bench ## run every benchmark; each ends with one JSON object
 	  $(BIN)/python -m benchmarks.$${name%.py} || exit 1; done
 
 screenshots: setup ## take the pictures of docs/img anew: terminals; the page and Flower need chromium
-	@$(BIN)/python -m deploy.screenshots
+	@$(BIN)/python -m docs.screenshots
 
 idle: setup-tests ## hold what is promised in seconds to the letter, on a machine that does nothing else
 	@TEST_IDLE=1 $(BIN)/python -m pytest \

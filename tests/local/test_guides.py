@@ -18,7 +18,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from deploy import screenshots
+from docs import screenshots
 from services.launch.local import Options, Stack
 from services.launch.paths import home
 from tests.helpers.llm_servers import free_port

@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from deploy import page_pictures
+from docs import page_pictures
 from examples.demo_model.task import make_tasks
 from rollout.client import Client
 from rollout.schema import Limits, RolloutRequest

@@ -1,4 +1,4 @@
-"""Pictures of the page, light and dark, of rollouts that mend a program: `python -m deploy.page_pictures`.
+"""Pictures of the page, light and dark, of rollouts that mend a program: `python -m docs.page_pictures`.
 
 The model says what is written here; what its commands print, and all the rest, is real.
 """
