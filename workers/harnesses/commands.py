@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from contextlib import closing, nullcontext
+from operator import itemgetter
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
+from rich.console import Group
+from rich.text import Text
 
+from rollout.cli.common import Column, Sheet, err, json_option, show_view
 from rollout.errors import RolloutError
 from sandbox import paths
 from services.launch import StackError
 from workers.harnesses import catalogue, pack
 
-err = Console(stderr=True)
 FAULTS = (pack.PackError, catalogue.UnknownHarness)
 NAMES = click.argument("names", nargs=-1, metavar="[NAME]...", shell_complete=lambda *_: catalogue.names())
 
@@ -66,23 +65,19 @@ def _row(name: str) -> dict[str, Any]:
 
 
 @harness.command("list")
-@click.option("--json", "as_json", is_flag=True, help="JSON on one line, for scripts.")
+@json_option
 def list_(as_json: bool) -> None:
     """List the harnesses, the versions that are pinned, and what of them is built."""
     rows = [_row(name) for name in catalogue.names()]
-    if as_json:
-        click.echo(json.dumps({"directory": str(pack.directory()), "harnesses": rows}))
-        return
-    table = Table("name", "version", "built", "packages", box=None, pad_edge=False)
-    for row in rows:
-        built = "yes" if row["built"] else "no"
-        table.add_row(row["name"], row["version"], built, row["error"] or " ".join(row["packages"]))
-    _print(table)
-    click.echo(f"in {pack.directory()}")
-
-
-def _print(table: Table) -> None:
-    Console(width=None if sys.stdout.isatty() else 10_000).print(table)  # in a pipe a row is a line
+    columns = (
+        Column("name", lambda row: row["name"], whole=True),
+        Column("version", lambda row: row["version"]),
+        Column("built", lambda row: "yes" if row["built"] else "no"),
+        Column("packages", lambda row: row["error"] or " ".join(row["packages"])),
+    )
+    place = str(pack.directory())
+    view = Group(Sheet(columns, rows), Text(f"in {place}"))
+    show_view(view, {"directory": place, "harnesses": rows}, as_json)
 
 
 @harness.command("check")
@@ -95,16 +90,15 @@ def check_(names: tuple[str, ...]) -> None:
     from workers.harnesses.check import check  # it takes seconds to import
 
     names = names or tuple(name for name in catalogue.names() if name != "command")
-    columns = ("calls", "branches", "retries", "delivered", "drift", "compactions", "verdict")
-    table, fine = Table("name", *columns, box=None, pad_edge=False), True
+    columns = ("name", "calls", "branches", "retries", "delivered", "drift", "compactions", "verdict")
+    judged: list[tuple[str, ...]] = []
     try:
         with closing(check(names, lambda line: err.print(line, style="dim"))) as rows:
             for name, row in zip(names, rows, strict=True):
-                table.add_row(name, *row)
+                judged.append((name, *row))
                 err.print(f"{name}: {row[-1]}", style="dim")
-                fine &= row[-1].startswith("ok")
     except (StackError, RolloutError) as error:
         raise click.ClickException(str(error)) from error
-    _print(table)
-    if not fine:
+    show_view(Sheet([Column(name, itemgetter(at)) for at, name in enumerate(columns)], judged))
+    if not all(row[-1].startswith("ok") for row in judged):
         raise click.exceptions.Exit(1)
