@@ -151,12 +151,7 @@ def send(pids: list[int], number: int = signal.SIGKILL) -> None:
             continue
 
 
-def end(pid: int, started: int) -> None:
-    """SIGKILL for that very process, and never for the next of that pid."""
-    send_to(pid, started, signal.SIGKILL)
-
-
-def send_to(pid: int, started: int, number: int) -> None:
+def send_to(pid: int, started: int, number: int = signal.SIGKILL) -> None:
     """Signal that very process, and never the next of that pid."""
     try:
         process = os.pidfd_open(pid)

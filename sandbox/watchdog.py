@@ -228,7 +228,7 @@ class Watchdog:
         what = f"{holding.total / MIB:.0f} MiB of memory of at most {container.limits.memory_mb} MiB"
         self._breach(container, "memory", what)
         if largest.pid not in container.protected and holding.total - shares.get(largest.pid, 0) <= most:
-            processes.end(largest.pid, largest.started)  # at once; what the server does besides takes longer
+            processes.send_to(largest.pid, largest.started)  # at once; what the server does takes longer
 
     async def _hold(self, container: Container, at_once: bool = False) -> memory.Holding | None:
         """What it holds now; None when that is still to be seen, which it never is `at_once`."""

@@ -14,6 +14,7 @@ from typing import Any
 import redis
 
 from services.state import keys
+from services.state.redis import now
 from services.state.rollouts.reading import Skipped, request_texts
 
 _READ = ("tenant", "digest")
@@ -52,28 +53,23 @@ class WebhookStore:
         self._skipped = Skipped(client)
         self._service_url = service_url
 
-    def now(self) -> float:
-        """Seconds since the epoch by Redis' clock, which all workers share."""
-        seconds, micros = self._redis.time()
-        return seconds + micros / 1e6
-
     def collect(self, limit: int = 500) -> int:
         """Turn results after the cursor into deliveries; how many results there were."""
         cursor = self._redis.get(keys.WEBHOOKS_CURSOR) or "0"
         entries = self._redis.xrange(keys.RESULTS, min=f"({cursor}", count=limit)
         if not entries:
             return 0
-        now = self.now()
-        deliveries = self._deliveries([fields["id"] for _, fields in entries], now)
+        at = now(self._redis)
+        deliveries = self._deliveries([fields["id"] for _, fields in entries], at)
         with self._redis.pipeline() as pipe:
             for delivery in deliveries:
                 pipe.hsetnx(keys.WEBHOOKS, delivery.rollout_id, delivery.to_json())
-                pipe.zadd(keys.WEBHOOKS_DUE, {delivery.rollout_id: now}, nx=True)
+                pipe.zadd(keys.WEBHOOKS_DUE, {delivery.rollout_id: at}, nx=True)
             pipe.set(keys.WEBHOOKS_CURSOR, entries[-1][0])
             pipe.execute()
         return len(entries)
 
-    def _deliveries(self, ids: list[str], now: float) -> list[Delivery]:
+    def _deliveries(self, ids: list[str], since: float) -> list[Delivery]:
         with self._redis.pipeline(transaction=False) as pipe:
             for rollout_id in ids:
                 pipe.hmget(keys.record(rollout_id), *_READ)
@@ -86,14 +82,14 @@ class WebhookStore:
                 self._skipped.tell(rollout_id, error)
                 continue
             if hook:
-                deliveries.append(Delivery(rollout_id, hook["url"], hook["include"], now))
+                deliveries.append(Delivery(rollout_id, hook["url"], hook["include"], since))
             elif request and self._service_url:
-                deliveries.append(Delivery(rollout_id, self._service_url, "summary", now))
+                deliveries.append(Delivery(rollout_id, self._service_url, "summary", since))
         return deliveries
 
     def due(self, limit: int) -> list[Delivery]:
         """What is to be tried now, the longest waiting first."""
-        ids = self._redis.zrangebyscore(keys.WEBHOOKS_DUE, "-inf", self.now(), start=0, num=limit)
+        ids = self._redis.zrangebyscore(keys.WEBHOOKS_DUE, "-inf", now(self._redis), start=0, num=limit)
         if not ids:
             return []
         texts = self._redis.hmget(keys.WEBHOOKS, ids)
@@ -145,12 +141,12 @@ class WebhookStore:
             for rollout_id in ids:
                 pipe.hexists(keys.record(rollout_id), "completion")
             ended = [rollout_id for rollout_id, there in zip(ids, pipe.execute(), strict=True) if there]
-        now = self.now()
-        deliveries = self._deliveries(ended, now) if ended else []
+        at = now(self._redis)
+        deliveries = self._deliveries(ended, at) if ended else []
         with self._redis.pipeline() as pipe:
             for delivery in deliveries:
                 pipe.hset(keys.WEBHOOKS, delivery.rollout_id, delivery.to_json())
-                pipe.zadd(keys.WEBHOOKS_DUE, {delivery.rollout_id: now})
+                pipe.zadd(keys.WEBHOOKS_DUE, {delivery.rollout_id: at})
             pipe.execute()
         return len(deliveries)
 

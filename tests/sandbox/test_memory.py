@@ -283,9 +283,9 @@ def test_the_next_process_of_a_pid_is_not_ended_in_the_place_of_another(descript
         monkeypatch.setattr(os, "pidfd_open", refused)
     with running("pass") as pid:
         started = processes.start_time(pid)
-        processes.end(pid, started - 1)
+        processes.send_to(pid, started - 1)
         assert processes.is_alive(pid, started)
-        processes.end(pid, started)
+        processes.send_to(pid, started)
         while processes.is_alive(pid, started):
             time.sleep(0.01)
 

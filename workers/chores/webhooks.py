@@ -23,6 +23,7 @@ from rollout.schema import Rollout
 from rollout.webhooks import EVENT, signed_headers, tenant_secret
 from services.settings import Settings, SettingsError
 from services.state import keys
+from services.state.redis import now
 from services.state.tenants import DEFAULT_TENANT
 from services.state.webhooks import Delivery, WebhookStore
 from services.webhook_address import AddressRefused, AllowedAddresses
@@ -87,7 +88,6 @@ class Deliverer(Chore):
         super().__init__(services)
         settings = services.settings
         self._store = WebhookStore(services.redis, settings.webhook_url)
-        self._rollouts = services.store
         self._service_url = settings.webhook_url
         self._secrets = webhook_secrets(settings)
         signed_headers(self._secrets, "", 0, b"")
@@ -150,9 +150,9 @@ class Deliverer(Chore):
                 self._begin(delivery, host)
         if wait:
             # Out of the way of what is due to others.
-            now = self._store.now()
+            at = now(self._services.redis)
             for pause, ids in wait.items():
-                self._store.postpone(ids, now + pause)
+                self._store.postpone(ids, at + pause)
 
     def _begin(self, delivery: Delivery, host: str) -> None:
         sending = asyncio.run_coroutine_threadsafe(self._deliver(delivery, host), self._loop)
@@ -172,7 +172,7 @@ class Deliverer(Chore):
 
     async def _try(self, delivery: Delivery, host: str) -> None:
         rollout = await asyncio.to_thread(
-            self._rollouts.get, delivery.rollout_id, trajectory=delivery.include == "trajectory"
+            self._services.store.get, delivery.rollout_id, trajectory=delivery.include == "trajectory"
         )
         if rollout is None:
             delivery.error = "the rollout is past its retention"
@@ -188,8 +188,8 @@ class Deliverer(Chore):
         receiver.failures += 1
         hold = min(FIRST_PAUSE_S * 2 ** min(receiver.failures - 1, 10), LONGEST_HOLD_S)
         receiver.hold_until = time.monotonic() + hold
-        now = await asyncio.to_thread(self._store.now)
-        if status == GONE or delivery.tries >= self._tries or now - delivery.since > self._give_up_s:
+        at = await asyncio.to_thread(now, self._services.redis)
+        if status == GONE or delivery.tries >= self._tries or at - delivery.since > self._give_up_s:
             await self._give_up(delivery, host)
             return
         pause = min(FIRST_PAUSE_S * 2 ** min(delivery.tries - 1, 20), LONGEST_PAUSE_S)
@@ -197,7 +197,7 @@ class Deliverer(Chore):
         self.log.info(
             "webhook failed", id=delivery.rollout_id, host=host, error=delivery.error, again_in_s=pause
         )
-        await asyncio.to_thread(self._store.failed, delivery, now + pause)
+        await asyncio.to_thread(self._store.failed, delivery, at + pause)
 
     async def _give_up(self, delivery: Delivery, host: str) -> None:
         fields = {"id": delivery.rollout_id, "host": host, "tries": delivery.tries}
