@@ -42,7 +42,6 @@ class Admission(Chore):
     def __init__(self, services: WorkerServices) -> None:
         super().__init__(services)
         self._app = services.app
-        self._store = services.store
         self._fleet = services.fleet
         self._settings = settings = services.settings
         self._scratch = services.host.state
@@ -82,7 +81,7 @@ class Admission(Chore):
         now = time.monotonic()
         if now - self._slots_at > SLOTS_EVERY_S:
             self._slots, self._slots_at = self._fleet.run_slots(self._settings.node), now
-        counts, bounds = self._store.ahead(self._settings.node), self.bounds()
+        counts, bounds = self._services.store.ahead(self._settings.node), self.bounds()
         share = REFILL if self.full else 1.0
         pairs = zip(counts, bounds, strict=True)
         self._fill(any(count >= math.ceil(most * share) for count, most in pairs))

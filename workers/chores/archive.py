@@ -115,7 +115,6 @@ class Archiver(Chore):
         super().__init__(services)
         settings = services.settings
         self._redis = services.redis
-        self._rollouts = services.store
         self._results = ResultStream(services.redis)
         self._directory = Path(settings.archive_dir)
         self._file_bytes = settings.archive_file_bytes
@@ -167,7 +166,7 @@ class Archiver(Chore):
         if cursor != "0-0" and self._results.missed(cursor):
             self.log.warning("results went past their retention before they were archived", cursor=cursor)
             self._count("archive_missed")
-        rollouts = list(self._rollouts.get_many(ids))
+        rollouts = list(self._services.store.get_many(ids))
         if len(rollouts) < len(ids):
             gone = sorted(set(ids) - {item.id for item in rollouts})
             self.log.warning("rollouts went past their retention before they were archived", ids=gone)

@@ -53,7 +53,6 @@ class Keeper(Chore):
         super().__init__(services)
         self._backends = services.backends
         self._probe_s = services.settings.backend_probe_s
-        self._catch_up = services.weights.catch_up
         self._watched: dict[str, _Watch] = {}
         self._reconciled = time.monotonic()
         self._pool = ThreadPoolExecutor(16, thread_name_prefix="probe")
@@ -131,4 +130,4 @@ class Keeper(Chore):
                 self._backends.set_version(backend.id, version, policy=policy)
             current = self._backends.wanted_version(policy)
             if current is not None and current != version:
-                self._catch_up(backend.of(policy))
+                self._services.weights.catch_up(backend.of(policy))

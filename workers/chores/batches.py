@@ -37,9 +37,7 @@ class Batcher(Chore):
     def __init__(self, services: WorkerServices) -> None:
         super().__init__(services)
         self._store = BatchStore(services.redis, services.settings)
-        self._rollouts = services.store
         self._tenants = services.tenants
-        self._policy = services.policy
         self._dispatcher = services.dispatcher
         self.filters = Filters()
 
@@ -130,7 +128,7 @@ class Batcher(Chore):
             return
         batch = self._store.get(group.batch)
         config = self._store.config(group.batch)
-        members = list(self._rollouts.get_many(group.rollout_ids, trajectory=False))
+        members = list(self._services.store.get_many(group.rollout_ids, trajectory=False))
         decision = self.filters.decide(config, members)
         if batch.state.ended and config.carry == "none":
             decision = replace(decision, verdict=Verdict.CANCELLED, reason="redundant")
@@ -146,9 +144,8 @@ class Batcher(Chore):
             return False
         versions = {version for member in members for version in member.policy_versions}
         policy = members[0].request.policy if members else DEFAULT_POLICY
-        return (
-            max((self._policy.age(version, policy) for version in versions), default=0) > config.max_staleness
-        )
+        ages = (self._services.policy.age(version, policy) for version in versions)
+        return max(ages, default=0) > config.max_staleness
 
     # -- ending ------------------------------------------------------------------------------
 

@@ -35,7 +35,6 @@ class Reaper(Chore):
         super().__init__(services)
         self._store = services.store
         self._dispatcher = services.dispatcher
-        self._fleet = services.fleet
         self._results = ResultStore(services.redis, settings)
         # The elected reaper may be one of the dead whose leases run out: another must be there by then.
         self.election = self.elect(keys.REAPER_LOCK, min(LOCK_S, settings.lease_s / 2))
@@ -109,7 +108,7 @@ class Reaper(Chore):
         begun = time.monotonic()
         if begun - self._looked_for_nodes > STEADY_GAP_S:
             self._steady_since = begun
-        nodes = self._fleet.lost_nodes(self._lost_after_s)
+        nodes = self._services.fleet.lost_nodes(self._lost_after_s)
         self._looked_for_nodes = time.monotonic()
         if self._looked_for_nodes - begun > LOOK_FOR_NODES_EVERY_S:
             self._steady_since = self._looked_for_nodes
