@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from posixpath import normpath
+from typing import Annotated
 
 import redis
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from services.state import keys
 
@@ -43,7 +44,7 @@ class Tenant(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str
+    name: Annotated[str, AfterValidator(check_name)]
     quota_live: int | None = Field(default=None, ge=0)
     """Most rollouts that have not ended."""
     per_minute: int | None = Field(default=None, ge=0)
@@ -63,11 +64,6 @@ class Tenant(BaseModel):
     operator allows."""
     weight: float = Field(default=1.0, ge=0.01, le=1000)
     """Its share of INIT while others wait as well: twice the weight, twice the rollouts."""
-
-    @field_validator("name")
-    @classmethod
-    def _named(cls, name: str) -> str:
-        return check_name(name)
 
     def may_use(self, kind: str, value: str) -> bool:
         """Whether a value is among those of a list (`handlers`, `images`, `policies` or `runtimes`)."""
