@@ -173,11 +173,7 @@ def _image_reader(name: str | None, dataset: Path) -> ImageReader:
 def _build_all(
     needs: Iterable[tuple[str, str]], sources: Path | None, force: bool, make: Callable[[str, str], None]
 ) -> None:
-    """Make each image, going on after one that cannot be made.
-
-    Raises:
-        ImageError: Some could not be made; the messages are out.
-    """
+    """Make each image, going on after one that cannot be made; ImageError at the end if there was one."""
     made, present, failed = 0, 0, 0
     store = ImageStore()
     for name, source in needs:

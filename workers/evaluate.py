@@ -79,11 +79,7 @@ async def _score(run: StageRun, ctx: EvalContext[Any]) -> Reward:
 
 
 async def _without_sandbox(run: StageRun, ctx: EvalContext[Any], error: SandboxError | AgentFault) -> Reward:
-    """The score of an agent that left nothing to score: 0.
-
-    Raises:
-        StageError: It was not the agent's doing.
-    """
+    """The score of an agent that left nothing to score: 0; StageError where that was not its doing."""
     fault = await run.blame(error) if isinstance(error, SandboxError) else error
     ended_in_run = ctx.finish_reason is FinishReason.SANDBOX_LIMIT and isinstance(error, SandboxGone)
     if not (isinstance(fault, AgentFault) or ended_in_run):

@@ -147,12 +147,7 @@ def _tell(text: str) -> None:
 
 
 def _settings(stack: SlurmStack | None) -> Settings:
-    """Of the environment; on Slurm with the Redis of the service's head.
-
-    Raises:
-        SettingsError: A variable does not fit.
-        SlurmError: No head is up.
-    """
+    """Of the environment; on Slurm with the Redis of the service's head, SlurmError where none is up."""
     if stack is None:
         return Settings.from_env()
     head = stack.run.head()

@@ -248,11 +248,8 @@ class Routes:
 
     @contextmanager
     def _holding(self, caller: Caller, request: web.Request) -> Iterator[None]:
-        """Count a call's body among those that are held; one of unknown length as the largest.
-
-        Raises:
-            Refusal: There is no room for it now.
-        """
+        """Count a call's body among those that are held, one of unknown length as the largest; Refusal where
+        there is no room for it now."""
         size = request.content_length
         size = self._most_bytes if size is None else min(size, self._most_bytes)
         if self._held[caller] + size > MOST_HELD_OF_ONE or self._held.total() + size > MOST_HELD:
@@ -277,11 +274,7 @@ class Routes:
             raise Refusal("too_large", f"the body has more than {self._most_bytes} bytes") from error
 
     def _caller(self, request: web.Request, kind: str) -> Caller:
-        """Whose call it is. The key alone says it, whatever else a program sends along.
-
-        Raises:
-            Refusal: 401.
-        """
+        """Whose call it is, by the key alone, whatever else a program sends; Refusal (401) without one."""
         found = read_key(self._secret, _key(request))
         if found is None or found[0] != kind:
             metrics.REFUSED.labels("key").inc()
@@ -326,11 +319,7 @@ def _json(body: bytes, **more: Any) -> web.Response:
 
 
 async def _patiently(writing: Awaitable[None]) -> None:
-    """Write, unless the program takes nothing for long.
-
-    Raises:
-        ConnectionResetError: It has gone, or might as well have.
-    """
+    """Write; ConnectionResetError where the program takes nothing for long, as if it had gone."""
     try:
         async with asyncio.timeout(STALLED_S):
             await writing

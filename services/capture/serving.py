@@ -403,11 +403,7 @@ class Service:
                     raise InfrastructureError(f"{length} turns were written and are not there any more")
 
     def _request(self, begun: Begun, codec: Codec, prompt: list[int], place: Attachment) -> SampleRequest:
-        """What to sample.
-
-        Raises:
-            Refusal: The context has no room for a turn.
-        """
+        """What to sample; Refusal where the context has no room for a turn."""
         known, call = begun.known, begun.call
         most = known.first.max_model_len
         room = most - len(prompt)
@@ -463,11 +459,8 @@ class Service:
                 return completion
 
     async def _write(self, known: Known, tree: Tree, node: Node) -> Node:
-        """Enter a turn whose prompt is of this tree. The first answer to a call is its turn.
-
-        Raises:
-            Refusal: The attempt has ended.
-        """
+        """Enter a turn whose prompt is of this tree; the first answer to a call is its turn. Refusal where
+        the attempt has ended."""
         place, node = await self._enter(known.caller, tree, node)
         if place == len(tree.nodes):
             tree.add(node)

@@ -168,11 +168,7 @@ class Verdict:
         return self._of_policy(spans) if told else spans
 
     def _of_policy(self, spans: list[Span]) -> list[Span]:
-        """Spans of the engine's labels as those of the policy's versions.
-
-        Raises:
-            CallAborted: An update of the policy failed during the call.
-        """
+        """Spans of the engine's labels as the policy's versions; CallAborted where an update has failed."""
         if not is_shared(self._backend):
             for label, _, _ in spans:
                 if len(label) > MAX_VERSION:

@@ -129,11 +129,7 @@ class _Decoder(json.JSONDecoder):
 
 
 def _require_fit(value: Any, *, whole: bool) -> None:
-    """Refuse what nests too deep; with `whole` also look at each value and text.
-
-    Raises:
-        ApiProblem: 400 naming the field.
-    """
+    """ApiProblem that names the field for what nests too deep; with `whole` each value is looked at, too."""
     if isinstance(value, _Refused):
         raise invalid("(body)", value.why)
     open_ = [(value, None, 1)] if isinstance(value, dict | list) else []

@@ -297,10 +297,7 @@ class Stack:
 
     def _make_key(self, redis_url: str, *, private: bool) -> None:
         """The key of the stack's operator; its file keeps it, and clients of this account find both.
-
-        Raises:
-            StackError: A file is not ours alone or cannot be written, or Redis does not take the key.
-        """
+        StackError: a file is not ours alone or cannot be written, or Redis does not take the key."""
         file = self.dir / KEY_FILE
         try:
             text = (account.read_private(file) or "").strip()
@@ -476,11 +473,7 @@ class Stack:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Hold the directory for `up` or `down`.
-
-        Raises:
-            StackError: Another `up` or `down` holds it.
-        """
+        """Hold the directory for `up` or `down`; StackError where another one holds it."""
         with os.fdopen(os.open(self.dir / "lock", os.O_CREAT | os.O_RDWR, 0o600)) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -307,11 +307,7 @@ class Driven(AgentHandler[Any]):
 
 
 async def _summary(ctx: RunContext[Any], store: CaptureStore) -> Summary:
-    """How far the session has come.
-
-    Raises:
-        InfrastructureError: Redis has lost it.
-    """
+    """How far the session has come; InfrastructureError where Redis has lost it."""
     summary = await ask(store.summary, ctx.rollout_id, ctx.attempt)
     if summary is None:
         raise InfrastructureError("what was captured of this attempt is not there any more")

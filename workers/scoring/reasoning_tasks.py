@@ -146,10 +146,7 @@ def _dataset(name: str, options: str) -> ProceduralDataset:
 
 def _made(task: dict[str, Any]) -> tuple[ProceduralDataset, dict[str, Any]]:
     """The dataset and the entry of a task, which names a place in it or is an entry as a row of a file.
-
-    Raises:
-        Refused: There is no such dataset, configuration or entry.
-    """
+    Refused where there is no such dataset, configuration or entry."""
     options = dict(task.get("config") or {})
     if (entry := task.get("entry")) is not None:
         if task["dataset"] in _TUPLES:

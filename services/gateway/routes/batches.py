@@ -47,11 +47,7 @@ LOOKED_AT = 40
 
 
 def _few_prompts(body: Any) -> Any:
-    """The body, unless it holds more prompts than a call may; before each is made a model.
-
-    Raises:
-        ApiProblem: It does.
-    """
+    """The body, or an ApiProblem where it holds more prompts than a call may; before each is made a model."""
     prompts = body.get("prompts") if isinstance(body, dict) else None
     if isinstance(prompts, list) and len(prompts) > MAX_PROMPTS_PER_CALL:
         raise invalid(

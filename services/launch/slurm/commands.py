@@ -132,11 +132,7 @@ def up(
 def _options(
     nodes: int | None, one_job: bool, attach: bool | None, data_dir: Path | None, **asked: Any
 ) -> UpOptions:
-    """What `up` was asked, checked.
-
-    Raises:
-        SlurmError, click.UsageError: Options do not fit together.
-    """
+    """What `up` was asked; SlurmError or click.UsageError where options do not fit together."""
     if attach is None:
         attach = "SLURM_JOB_ID" in os.environ and not one_job and nodes is None
     if attach and (one_job or nodes is not None):

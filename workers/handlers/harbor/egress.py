@@ -191,11 +191,8 @@ _ANEW = ("connection", "host", "keep-alive")
 
 
 def _target(head: bytes) -> tuple[str, int, bytes]:
-    """Host, port and what goes there first: nothing, where the program has asked for a connection.
-
-    Raises:
-        Refused: The request is none for a proxy.
-    """
+    """Host, port and what goes there first: nothing, where the program has asked for a connection. Refused
+    where the request is none for a proxy."""
     try:
         first, *lines = said = head.decode("latin-1")[:-4].split("\r\n")
         method, target, version = first.split(" ")

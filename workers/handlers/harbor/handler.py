@@ -128,11 +128,7 @@ class Harbor(AgentHandler[HarborTask]):
 
 
 def _check_fork(trial: Trial) -> None:
-    """Refuse what has more to it than its files and its turns.
-
-    Raises:
-        TaskError: It says what.
-    """
+    """TaskError for what has more to it than its files and its turns."""
     step = trial.directory.steps[0]
     if len(trial.directory.steps) > 1:
         raise TaskError("a task with [[steps]] cannot be forked: what was verified is of another sandbox")
@@ -142,11 +138,7 @@ def _check_fork(trial: Trial) -> None:
 
 
 def _check_program(trial: Trial) -> None:
-    """Refuse what a program that drives the turns cannot be given.
-
-    Raises:
-        TaskError: It says what.
-    """
+    """TaskError for what a program that drives the turns cannot be given."""
     if len(trial.directory.steps) > 1:
         raise TaskError("agent: a program is started once, and cannot play a task with [[steps]]")
     mode, _ = trial.network(trial.directory.steps[0].agent)

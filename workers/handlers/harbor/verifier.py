@@ -164,11 +164,7 @@ class _Verification:
         return Verdict(reward, outcome.rewards, outcome.withheld, outcome.log, blamed, seconds, outcome.why)
 
     async def _control(self, agents: _Outcome, most: float) -> None:
-        """See whether the oracle's files get a reward.
-
-        Raises:
-            TaskError: They get none, or that cannot be told.
-        """
+        """TaskError unless the oracle's files get a reward."""
         name, step = self._trial.task.name or self._trial.directory.name, self._step
         what = f"{name}{f', step {step.name}' if step.name else ''}: {agents.why}"
         if step.solution is None:

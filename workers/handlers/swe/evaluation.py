@@ -267,11 +267,7 @@ class _Run:
         return {0: "git apply", 10: "patch --fuzz=5"}.get(result.exit_code or 0), result.output
 
     async def _tests(self, falsified: Falsified | None = None) -> _Account:
-        """Put the tests in place, whatever else brought tests here, and run them.
-
-        Raises:
-            NotPlaced: They cannot be put there.
-        """
+        """Put the tests in place, whatever else brought tests here, and run them; NotPlaced if that fails."""
         spec, lines = self._spec, [f"cd {shlex.quote(self._spec.repo_dir)}", *self._spec.setup]
         if spec.install:
             state = f"{self._work}/state"
