@@ -68,7 +68,7 @@ def bundle(app: Celery) -> None:
     app.steps["consumer"].add(Bundles)
 
 
-def tell(consumer: Any, kind: str, task_id: str, **fields: str) -> None:
+def tell(consumer: Any, kind: str, task_id: str, **fields: Any) -> None:
     """Send an event of a task behind those that the worker's consumer has sent of it.
 
     `task.send_event` would overtake them, for it is not bundled.

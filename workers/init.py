@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from rollout.schema import State
 from services.state.rollouts.store import Finish
 from workers import forks
@@ -23,6 +25,11 @@ async def init(run: StageRun) -> Finish:
     ctx = run.context(InitContext)
     limit = claim.request.limits.init_timeout_s
     async with time_limit(limit, StageTimeout, f"INIT took longer than init_timeout_s = {limit:g}"):
+        if claim.left_on == run.services.settings.node:
+            await run.sandboxes.release()  # what the lost INIT of this attempt has left
+        elif claim.left_on:
+            clean_up = run.services.dispatcher.clean_up
+            await asyncio.to_thread(clean_up, claim.rollout_id, claim.left_on, claim.attempt)
         try:
             await (forks.init(run, ctx) if claim.request.origin else handler.init(ctx))
         except Exception as raised:

@@ -19,11 +19,13 @@ from celery import Celery
 
 from rollout.schema import Stage
 from services import logs
+from services.queues import INIT
 from services.settings import Settings
 from services.state import keys
 from services.state.redis import connect
 from services.state.rollouts.store import Claim
 from services.state.startup import prepare
+from workers import events
 from workers.agent.codec import preload
 from workers.chores import CHORES, Admission, Chore
 from workers.held import CANCEL, OVERDUE, SHUTDOWN, Held
@@ -116,6 +118,8 @@ class WorkerProcess:
         # Their threads still write the hand-back; leases must be kept alive until they have.
         self._wait_until_idle(self.settings.lease_s)
         self.stopping.set()
+        for held in list(self._held.values()):  # of which one may wait for Redis on the loop
+            self.loop.call_soon_threadsafe(held.task.cancel)
         for chore in self.chores:
             chore.stop()
         try:
@@ -171,6 +175,20 @@ class WorkerProcess:
             elif self._hands_back:
                 held.reason = SHUTDOWN
         return held
+
+    def may_go_on(self) -> bool:
+        """Whether a slot that has ended INIT takes the next rollout itself: no other queue waits for it."""
+        services = self.services
+        return (
+            services.stages == [Stage.INIT]
+            and INIT in services.app.amqp.queues.consume_from
+            and self._tasks <= services.slots
+            and self.admission.is_open
+        )
+
+    def tell(self, kind: str, task_id: str, **fields: Any) -> None:
+        """Tell monitors of a task."""
+        events.tell(self.consumer, kind, task_id, **fields)
 
     def let_go(self, held: Held) -> None:
         """Take out what has its outcome."""

@@ -75,13 +75,15 @@ class StageRun:
         self.services = services
         self.held = held
         self.claim = claim
-        self.log = log.bind(
-            rollout_id=claim.rollout_id,
-            tenant=claim.tenant,
-            attempt=claim.attempt,
-            stage=claim.stage.value,
-            fence=claim.fence,
-        )
+        self.names: dict[str, Any] = {
+            "rollout_id": claim.rollout_id,
+            "tenant": claim.tenant,
+            "attempt": claim.attempt,
+            "stage": claim.stage.value,
+            "fence": claim.fence,
+        }
+        """What each line of its log says, a library's too."""
+        self.log = log.bind(**self.names)
         self.sandboxes = Sandboxes(services, claim)
         self.others = Others(self)
 

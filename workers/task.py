@@ -19,16 +19,15 @@ from celery.exceptions import Ignore
 
 from rollout.schema import TERMINAL_STATES, Stage, State
 from services import logs
-from services.queues import Ref
-from services.queues import describe as describe_ref
+from services.queues import Ref, describe
 from services.state.rollouts.store import Claim, Finish
 from services.version import STAMP
-from workers import events
 from workers import process as processes
 from workers.held import LOST, Held
 from workers.patience import RedisAway, wait_for
 from workers.process import WorkerProcess
-from workers.stage import BACK, CLEANUP_S, Body, StageRun, interrupted, releases, work
+from workers.stage import BACK, CLEANUP_S, Body, StageRun, interrupted, releases
+from workers.wave import in_turn, ref_to
 
 log = structlog.get_logger("stage")
 
@@ -53,7 +52,7 @@ def run_stage(task: Task, stage: Stage, body: Body, ref: Ref | None = None) -> R
 def _carry(process: WorkerProcess, task: Task, stage: Stage, body: Body, ref: Ref | None) -> Ref:
     if ref is not None and ref.get("stamp", STAMP) > STAMP + 1:
         log.error("message of a release too new to work beside; upgrade this worker", rollout_id=ref["id"])
-        raise _chain_ends(process, task, "too new")
+        raise _chain_ends(process, task.request.id, "too new")
     try:
         claim, held = _take(process, stage, ref)
         put_back_at = time.monotonic() + PUT_BACK_S
@@ -62,25 +61,17 @@ def _carry(process: WorkerProcess, task: Task, stage: Stage, body: Body, ref: Re
     except (redis.RedisError, RedisAway) as error:
         # The reaper rings again; the claim, if it was made after all, runs out with its lease.
         log.error(REDIS_AWAY, rollout_id=ref and ref["id"], stage=stage.value, error=str(error))
-        raise _chain_ends(process, task, REDIS_AWAY) from error
+        raise _chain_ends(process, task.request.id, REDIS_AWAY) from error
     if not isinstance(claim, Claim):
         log.debug("message dropped", rollout_id=ref and ref["id"], stage=stage.value, why=claim)
         if claim == PASSED_OVER:
             time.sleep(PUT_BACK_S)  # for other nodes to take the message
         if claim in (FULL, STOPPED, PASSED_OVER):
             process.services.dispatcher.ring()
-        raise _chain_ends(process, task, claim)
+        raise _chain_ends(process, task.request.id, claim)
     if ref is None:
-        events.tell(process.consumer, "task-claimed", task.request.id, args=describe_ref(_ref(claim, None)))
-    # The coroutine on the event loop inherits this context, and so do the handler and its libraries.
-    with logs.context(
-        rollout_id=claim.rollout_id,
-        attempt=claim.attempt,
-        stage=stage.value,
-        fence=claim.fence,
-        tenant=claim.tenant,
-    ):
-        return _run_stage(process, task, StageRun(process.services, held, claim), body)
+        process.tell("task-claimed", task.request.id, args=describe(ref_to(claim, None)))
+    return _run_stage(process, task, StageRun(process.services, held, claim), body)
 
 
 def _take(process: WorkerProcess, stage: Stage, ref: Ref | None) -> tuple[Claim | str, Held | None]:
@@ -119,28 +110,36 @@ def _claim(process: WorkerProcess, stage: Stage, ref: Ref | None) -> Claim | str
 
 
 def _run_stage(process: WorkerProcess, task: Task, run: StageRun, body: Body) -> Ref:
-    held = run.held
-    if run.claim.stage is Stage.INIT and run.claim.left_on:
-        _clear_away(process, run)
+    name = task.request.id
     try:
-        try:
-            outcome = process.run(held, work(run, body))
-        except futures.CancelledError:
-            # It was interrupted before its first step.
-            outcome = interrupted(run)
+        last, outcome, name = process.run(run.held, in_turn(process, task, run, body))
+    except futures.CancelledError:
+        # It was interrupted before its first step.
+        last, outcome = run, interrupted(run)
+    if last is None:
+        if name == FULL:
+            process.admission.ring()
+        raise Ignore(name)
+    with logs.context(**last.names):
+        return _end(process, name, last, outcome)
+
+
+def _end(process: WorkerProcess, name: str, run: StageRun, outcome: Finish | None) -> Ref:
+    """Enter the outcome, and go on with the chain or end it."""
+    try:
         # The work is done and would be lost: an outcome waits for a Redis that is away, or full, for as long
         # as it may count. It holds its slot meanwhile, so that no more wait than there are slots.
         entered = LOST
         if (outcome := _let_go(process, run, outcome)) is not None:
             finish = process.store.finish
-            entered = wait_for(lambda: finish(run.claim, outcome), process.stopping, held.ends_at)
+            entered = wait_for(lambda: finish(run.claim, outcome), process.stopping, run.held.ends_at)
     except (redis.RedisError, RedisAway) as error:
         # The reaper rings again once the lease has run out.
         run.log.error(REDIS_AWAY, error=str(error))
-        raise _chain_ends(process, task, REDIS_AWAY) from error
+        raise _chain_ends(process, name, REDIS_AWAY) from error
     finally:
-        process.let_go(held)
-    return _after(process, task, run, entered, outcome)
+        process.let_go(run.held)
+    return _after(process, name, run, entered, outcome)
 
 
 def _let_go(process: WorkerProcess, run: StageRun, outcome: Finish | None) -> Finish | None:
@@ -158,28 +157,19 @@ def _let_go(process: WorkerProcess, run: StageRun, outcome: Finish | None) -> Fi
     return replace(outcome, trajectory=None)
 
 
-def _clear_away(process: WorkerProcess, run: StageRun) -> None:
-    """End what the lost INIT of this attempt has left, here before another one is begun."""
-    claim = run.claim
-    if claim.left_on == process.settings.node:
-        asyncio.run_coroutine_threadsafe(run.sandboxes.release(), process.loop).result(CLEANUP_S)
-    else:
-        process.services.dispatcher.clean_up(claim.rollout_id, claim.left_on, claim.attempt)
-
-
-def _after(process: WorkerProcess, task: Task, run: StageRun, entered: str, outcome: Finish | None) -> Ref:
+def _after(process: WorkerProcess, name: str, run: StageRun, entered: str, outcome: Finish | None) -> Ref:
     """Go on with the chain, or end it and tidy up."""
     claim = run.claim
     if entered in (State.READY, State.EVALUATING) and outcome.next == entered:
-        return _ref(claim, process.settings.node if run.has_sandbox else None)
+        return ref_to(claim, process.settings.node if run.has_sandbox else None)
     if entered == State.RUNNING:
         if not run.held.moving:  # else who has it leave sends the message
-            process.services.dispatcher.send(Stage.RUN, _ref(claim, claim.node))
+            process.services.dispatcher.send(Stage.RUN, ref_to(claim, claim.node))
     elif entered == LOST:
         run.log.warning("outcome refused: the rollout is not ours any more")
     elif outcome.next in BACK and outcome.delay_s is None and entered in (State.QUEUED, State.EVALUATING):
         stage = Stage.INIT if entered == State.QUEUED else Stage.EVAL
-        process.services.dispatcher.send(stage, _ref(claim, claim.node))
+        process.services.dispatcher.send(stage, ref_to(claim, claim.node))
     else:
         run.log.info("rollout " + entered)
     if entered in (LOST, State.CANCELLED) and run.has_sandbox:
@@ -187,16 +177,11 @@ def _after(process: WorkerProcess, task: Task, run: StageRun, entered: str, outc
         cleaning = run.clean_up(ours=entered == State.CANCELLED)
         asyncio.run_coroutine_threadsafe(cleaning, process.loop).result(CLEANUP_S + 5)
     if claim.stage is Stage.EVAL and entered in TERMINAL_STATES:
-        return _ref(claim, claim.node)  # the end of a whole chain
-    raise _chain_ends(process, task, entered)
+        return ref_to(claim, claim.node)  # the end of a whole chain
+    raise _chain_ends(process, name, entered)
 
 
-def _ref(claim: Claim, node: str | None) -> Ref:
-    handler = claim.request.handler
-    return Ref(id=claim.rollout_id, attempt=claim.attempt, node=node, handler=handler, stamp=STAMP)
-
-
-def _chain_ends(process: WorkerProcess, task: Task, why: str) -> Ignore:
+def _chain_ends(process: WorkerProcess, name: str, why: str) -> Ignore:
     """What to raise so that Celery sends no next stage, once monitors have been told why."""
-    events.tell(process.consumer, "task-stopped", task.request.id, result=why)
+    process.tell("task-stopped", name, result=why)
     return Ignore(why)

@@ -78,12 +78,17 @@ class Placements(Room):
         """See `BackendStore.release`."""
         return bool(await self._ask(self._store.release(rollout_id, slot)))
 
-    async def send(self, call: Call) -> Any:
-        """Another store's call, in one round trip with the placements that are asked for meanwhile."""
+    async def send(self, call: Call, patient: bool = True) -> Any:
+        """Another store's call, in one round trip with the placements that are asked for meanwhile.
+
+        Args:
+            patient: Whether a Redis that is full is waited for.
+        """
         try:
             return await self._ask(call)
         except redis.RedisError:
-            # A Redis that is full is waited for here.
+            if not patient:
+                raise
             return await ask(call[0].send, call[1])
 
     async def suspect(self, backend_id: str) -> None:

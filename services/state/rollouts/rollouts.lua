@@ -142,8 +142,8 @@ function operations.claim(ask)
   return take(r, ask.stage, ask)
 end
 
--- {owner, token, node, most_on_node, most_without_sandbox}, of which the bounds may be missing
--- INIT of whoever's turn it is.
+-- {owner, token, node, most_on_node, most_without_sandbox, queue}, of which bounds and queue may be missing
+-- INIT of whoever's turn it is. With a queue, of messages for INIT: if there is one, which is taken from it.
 function operations.claim_next(ask)
   local noted = KEY.fair_claim(ask.token)
   local before = redis.call('GET', noted)
@@ -152,6 +152,7 @@ function operations.claim_next(ask)
     if not (r.owner and r.token == ask.token) then return {word = 'stale'} end
     return renew(before)
   end
+  if ask.queue and redis.call('EXISTS', ask.queue) == 0 then return {word = 'nobody'} end
   if is_full(ask.node, ask.most_on_node) or is_full(KEY.NO_SANDBOX, ask.most_without_sandbox) then
     return {word = 'full'}
   end
@@ -174,6 +175,7 @@ function operations.claim_next(ask)
       -- An outage of Redis may lie between a claim and its repetition.
       redis.call('SET', noted, id, 'PX', LEASE_MS + 120000)
       begin_ahead(id, ask.node)
+      if ask.queue then redis.call('RPOP', ask.queue) end
       return take(r, 'init', ask)
     end
   end
@@ -260,7 +262,7 @@ end
 -- again, from a client that got no answer, gets the same answer.
 function operations.finish(ask)
   local r = read(ask.id, 'claimed', 'cancel', 'ended_fence', 'ended_in', 'elsewhere_since', 'elsewhere')
-  local id, stage, owner, trajectory = ask.id, ask.stage, r.owner, ARGV[3]
+  local id, stage, owner, trajectory = ask.id, ask.stage, r.owner, not ask.queue and ARGV[3]
   if tonumber(r.ended_fence) == ask.fence then return r.ended_in end
   if not r.state or TERMINAL[r.state] or tonumber(r.fence) ~= ask.fence or not owner then return 'lost' end
   local to, delay = judge_finish(r, ask)
@@ -269,8 +271,8 @@ function operations.finish(ask)
   if to == 'again' or back then enters = back and stage == 'eval' and 'evaluating' or 'queued' end
   if to == 'passed on' then enters = 'running' end
   require_transition(r, enters)
-  -- A trajectory waits until there is room.
-  if not trajectory then though_full() end
+  -- A trajectory waits until there is room, and so does what takes further work.
+  if not trajectory and not ask.queue then though_full() end
   write(id, {ended_fence = ask.fence, ended_in = enters})
   forget(id, 'decided')
   book(id, stage, r.claimed, 'stage_' .. stage)
@@ -308,6 +310,16 @@ function operations.finish(ask)
     wait_again(id, delay)
   end
   return enters
+end
+
+-- What `finish` and `claim_next` take, next_queue, and a message for it: of a rollout that is ready, and the next one.
+function operations.go_on(ask)
+  local answer = {entered = operations.finish(ask)}
+  if answer.entered == 'ready' then
+    redis.call('LPUSH', ask.next_queue, ARGV[3])
+    answer.claim = operations.claim_next(ask)
+  end
+  return answer
 end
 
 -- As `finish`, before the stage's sandbox is released: should its worker be lost meanwhile, the reaper has it end so.

@@ -21,7 +21,7 @@ from services.state.redis import now
 from services.state.requests import first_line
 from services.state.rollouts import payloads
 from services.state.rollouts.reading import RolloutReader
-from services.state.scripts import Operations, request, send_many
+from services.state.scripts import Call, Operations, request, send_many
 from services.state.tenants import DEFAULT_TENANT, QuotaExceeded, Tenant
 from services.state.together import Together
 from services.state.turns import store as turns
@@ -367,25 +367,41 @@ class RolloutStore(RolloutReader):
         """
         return self._end("finish", claim.rollout_id, claim.fence, claim.stage, outcome)
 
+    def go_on(self, claim: Claim, outcome: Finish, message: bytes, next_queue: str, **ask: Any) -> Call:
+        """End INIT of a rollout that is ready, send its message for RUN, and take the rollout whose turn it
+        then is with a message of INIT's queue, all at once. `went_on` reads the answer.
+
+        Args:
+            ask: As for `claim_next`, and the `queue`.
+        """
+        ask |= self._ending(claim.rollout_id, claim.fence, claim.stage, outcome)
+        return self._do, request("go_on", message, next_queue=next_queue, **ask)
+
+    def went_on(self, answer: dict[str, Any]) -> tuple[str, Claim | str]:
+        """The state entered, and the next claim or why there is none."""
+        return answer["entered"], self._claimed(answer.get("claim") or {"word": "nobody"}, Stage.INIT)
+
     def _end(self, operation: str, rollout_id: str, fence: int, stage: Stage, outcome: Finish) -> Any:
-        delay = self._settings.requeue_s if outcome.delay_s is None else outcome.delay_s
         stored = outcome.stored_trajectory
+        ask = self._ending(rollout_id, fence, stage, outcome)
+        return self._do(operation, *([] if stored is None else [stored]), **ask)
+
+    def _ending(self, rollout_id: str, fence: int, stage: Stage, outcome: Finish) -> dict[str, Any]:
+        delay = self._settings.requeue_s if outcome.delay_s is None else outcome.delay_s
         absent = [
             {"node": name.removeprefix(ABSENT), "why": why}
             for name, why in outcome.fields.items()
             if name.startswith(ABSENT)
         ]
-        return self._do(
-            operation,
-            *([] if stored is None else [stored]),
-            id=rollout_id,
-            fence=fence,
-            stage=stage.value,
-            next=outcome.next,
-            delay=int(delay * 1000),
-            fields={name: text for name, text in outcome.fields.items() if not name.startswith(ABSENT)},
-            absent=absent[0] if absent else None,
-        )
+        return {
+            "id": rollout_id,
+            "fence": fence,
+            "stage": stage.value,
+            "next": outcome.next,
+            "delay": int(delay * 1000),
+            "fields": {name: text for name, text in outcome.fields.items() if not name.startswith(ABSENT)},
+            "absent": absent[0] if absent else None,
+        }
 
     def cancel(self, rollout_id: str, tenant: str | None = None) -> tuple[str, str, str | None, int]:
         """Cancel a rollout: at once where nobody holds it, else by a flag and a message to its worker.
