@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -19,13 +19,11 @@ from celery import Celery
 
 from rollout.schema import Stage
 from services import logs
-from services.queues import INIT
 from services.settings import Settings
 from services.state import keys
 from services.state.redis import connect
 from services.state.rollouts.store import Claim
 from services.state.startup import prepare
-from workers import events
 from workers.agent.codec import preload
 from workers.chores import CHORES, Admission, Chore
 from workers.held import CANCEL, OVERDUE, SHUTDOWN, Held
@@ -70,7 +68,7 @@ class WorkerProcess:
         self._held = self.services.held
         self._claims: list[set[str]] = []
         self._hands_back = False
-        self._tasks = 0
+        self.tasks = 0
         """Of Celery's, each in a slot."""
         self._turns_at = 0.0
         """When Celery's loop turns because we asked it to."""
@@ -118,8 +116,9 @@ class WorkerProcess:
         # Their threads still write the hand-back; leases must be kept alive until they have.
         self._wait_until_idle(self.settings.lease_s)
         self.stopping.set()
-        for held in list(self._held.values()):  # of which one may wait for Redis on the loop
-            self.loop.call_soon_threadsafe(held.task.cancel)
+        for held in list(self._held.values()):
+            if held.decided:  # it waits for Redis, on the loop
+                self.loop.call_soon_threadsafe(held.task.cancel)
         for chore in self.chores:
             chore.stop()
         try:
@@ -176,20 +175,6 @@ class WorkerProcess:
                 held.reason = SHUTDOWN
         return held
 
-    def may_go_on(self) -> bool:
-        """Whether a slot that has ended INIT takes the next rollout itself: no other queue waits for it."""
-        services = self.services
-        return (
-            services.stages == [Stage.INIT]
-            and INIT in services.app.amqp.queues.consume_from
-            and self._tasks <= services.slots
-            and self.admission.is_open
-        )
-
-    def tell(self, kind: str, task_id: str, **fields: Any) -> None:
-        """Tell monitors of a task."""
-        events.tell(self.consumer, kind, task_id, **fields)
-
     def let_go(self, held: Held) -> None:
         """Take out what has its outcome."""
         with self._lock:
@@ -203,13 +188,13 @@ class WorkerProcess:
         with nothing else to do, for the events that it sends every 0.1 s.
         """
         with self._lock:
-            self._tasks += 1
+            self.tasks += 1
         try:
             yield
         finally:
             with self._lock:
-                was_full = self._tasks >= self.services.slots
-                self._tasks -= 1
+                was_full = self.tasks >= self.services.slots
+                self.tasks -= 1
             hub = getattr(self.consumer, "hub", None)
             if was_full and hub is not None:
                 hub.call_soon(self._turn_soon, hub)
@@ -221,18 +206,6 @@ class WorkerProcess:
             self._turns_at = now + FREED_S
             # To do nothing: before the loop waits again it asks for messages if slots are free.
             hub.call_later(FREED_S, lambda: None)
-
-    def run(self, held: Held, work: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine on the loop and wait for it; `Held.interrupt` cancels it."""
-
-        async def supervised() -> Any:
-            held.task = asyncio.current_task()
-            if held.reason is not None:
-                work.close()
-                raise asyncio.CancelledError
-            return await work
-
-        return asyncio.run_coroutine_threadsafe(supervised(), self.loop).result()
 
     # -- leases and cancels ------------------------------------------------------------------
 

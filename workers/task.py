@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from concurrent import futures
 from dataclasses import replace
 
 import redis
@@ -22,12 +21,13 @@ from services import logs
 from services.queues import Ref, describe
 from services.state.rollouts.store import Claim, Finish
 from services.version import STAMP
+from workers import events
 from workers import process as processes
 from workers.held import LOST, Held
 from workers.patience import RedisAway, wait_for
 from workers.process import WorkerProcess
-from workers.stage import BACK, CLEANUP_S, Body, StageRun, interrupted, releases
-from workers.wave import in_turn, ref_to
+from workers.stage import BACK, CLEANUP_S, Body, StageRun, releases
+from workers.wave import in_turn, ref_to, turn
 
 log = structlog.get_logger("stage")
 
@@ -70,7 +70,7 @@ def _carry(process: WorkerProcess, task: Task, stage: Stage, body: Body, ref: Re
             process.services.dispatcher.ring()
         raise _chain_ends(process, task.request.id, claim)
     if ref is None:
-        process.tell("task-claimed", task.request.id, args=describe(ref_to(claim, None)))
+        events.tell(process.consumer, "task-claimed", task.request.id, args=describe(ref_to(claim, None)))
     return _run_stage(process, task, StageRun(process.services, held, claim), body)
 
 
@@ -93,29 +93,16 @@ def _claim(process: WorkerProcess, stage: Stage, ref: Ref | None) -> Claim | str
     admission = process.admission
     if not admission.is_open:
         return STOPPED
-    most_on_node, most_without_sandbox = admission.bounds()
-    claim = wait_for(
-        lambda: process.store.claim_next(
-            name,
-            node=process.settings.node,
-            most_on_node=most_on_node,
-            most_without_sandbox=most_without_sandbox,
-            token=token,
-        ),
-        process.stopping,
-    )
+    ask = turn(process)
+    claim = wait_for(lambda: process.store.claim_next(**ask, token=token), process.stopping)
     if claim == FULL:
         admission.ring()
     return claim
 
 
 def _run_stage(process: WorkerProcess, task: Task, run: StageRun, body: Body) -> Ref:
-    name = task.request.id
-    try:
-        last, outcome, name = process.run(run.held, in_turn(process, task, run, body))
-    except futures.CancelledError:
-        # It was interrupted before its first step.
-        last, outcome = run, interrupted(run)
+    doing = asyncio.run_coroutine_threadsafe(in_turn(process, task, run, body), process.loop)
+    last, outcome, name = doing.result()
     if last is None:
         if name == FULL:
             process.admission.ring()
@@ -183,5 +170,5 @@ def _after(process: WorkerProcess, name: str, run: StageRun, entered: str, outco
 
 def _chain_ends(process: WorkerProcess, name: str, why: str) -> Ignore:
     """What to raise so that Celery sends no next stage, once monitors have been told why."""
-    process.tell("task-stopped", name, result=why)
+    events.tell(process.consumer, "task-stopped", name, result=why)
     return Ignore(why)

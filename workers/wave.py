@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
+from typing import Any
 from uuid import uuid4
 
 import redis
 from celery import Task
 
-from rollout.schema import State
+from rollout.schema import Stage, State
 from services import logs
 from services.messages import message
 from services.queues import INIT, TASK_INIT, TASK_RUN, Ref, describe, route
 from services.state.rollouts.store import Claim, Finish
 from services.version import STAMP
+from workers import events
 from workers.patience import RedisAway
 from workers.process import WorkerProcess
 from workers.stage import Body, StageRun, interrupted, work
@@ -28,6 +31,28 @@ def ref_to(claim: Claim, node: str | None) -> Ref:
     """What the message of the stage that follows carries."""
     handler = claim.request.handler
     return Ref(id=claim.rollout_id, attempt=claim.attempt, node=node, handler=handler, stamp=STAMP)
+
+
+def turn(process: WorkerProcess) -> dict[str, Any]:
+    """What INIT's next claim asks for."""
+    most_on_node, most_without_sandbox = process.admission.bounds()
+    return {
+        "owner": process.services.name,
+        "node": process.settings.node,
+        "most_on_node": most_on_node,
+        "most_without_sandbox": most_without_sandbox,
+    }
+
+
+def may_go_on(process: WorkerProcess) -> bool:
+    """Whether a slot that has ended INIT takes the next rollout itself: no other queue waits for it."""
+    services = process.services
+    return (
+        services.stages == [Stage.INIT]
+        and INIT in services.app.amqp.queues.consume_from
+        and process.tasks <= services.slots
+        and process.admission.is_open
+    )
 
 
 async def in_turn(
@@ -40,27 +65,24 @@ async def in_turn(
         have been entered: None, and why there is no further one.
     """
     name, root, began = task.request.id, None, time.monotonic()
+    tell = partial(events.tell, process.consumer)
     try:
         while True:
+            run.held.task = asyncio.current_task()
             with logs.context(**run.names):
                 outcome = await work(run, body) if run.held.reason is None else interrupted(run)
-            if outcome is None or outcome.next != State.READY or not process.may_go_on():
+            if outcome is None or outcome.next != State.READY or not may_go_on(process):
                 return run, outcome, name
             ref = ref_to(run.claim, process.settings.node if run.has_sandbox else None)
-            # No monitor has seen the message that is taken: its task gets a name here.
-            next_name = str(uuid4())
-            most_on_node, most_without_sandbox = process.admission.bounds()
+            next_name = str(uuid4())  # no monitor has seen the message that is taken
             call = process.store.go_on(
                 run.claim,
                 outcome,
                 message(process.services.app, TASK_RUN, (ref,), root or task.request.root_id, name),
-                route(TASK_RUN, (ref,), None, None)["queue"],
+                next_queue=route(TASK_RUN, (ref,), None, None)["queue"],
                 queue=INIT,
-                owner=process.services.name,
-                node=process.settings.node,
                 token=next_name,
-                most_on_node=most_on_node,
-                most_without_sandbox=most_without_sandbox,
+                **turn(process),
             )
             with process.claiming() as cancelled:
                 try:
@@ -71,13 +93,11 @@ async def in_turn(
                 if entered != State.READY:
                     return run, outcome, name
                 process.let_go(run.held)
-                tell, taken_s = process.tell, time.monotonic() - began
-                tell("task-succeeded", name, result=describe(ref), runtime=taken_s)
+                tell("task-succeeded", name, result=describe(ref), runtime=time.monotonic() - began)
                 if not isinstance(claim, Claim):
                     return None, None, claim
                 run = StageRun(process.services, process.hold(claim, cancelled), claim)
-            name = root = next_name
-            began = time.monotonic()
+            name, root, began = next_name, next_name, time.monotonic()
             tell("task-received", name, name=TASK_INIT, args="()", kwargs="{}", root_id=name)
             tell("task-started", name)
             tell("task-claimed", name, args=describe(ref_to(claim, None)))

@@ -367,15 +367,12 @@ class RolloutStore(RolloutReader):
         """
         return self._end("finish", claim.rollout_id, claim.fence, claim.stage, outcome)
 
-    def go_on(self, claim: Claim, outcome: Finish, message: bytes, next_queue: str, **ask: Any) -> Call:
-        """End INIT of a rollout that is ready, send its message for RUN, and take the rollout whose turn it
-        then is with a message of INIT's queue, all at once. `went_on` reads the answer.
-
-        Args:
-            ask: As for `claim_next`, and the `queue`.
+    def go_on(self, claim: Claim, outcome: Finish, message: bytes, **ask: Any) -> Call:
+        """End INIT of a rollout that is ready, send its message to `next_queue`, and `claim_next` with a
+        message of `queue`: all at once. `went_on` reads the answer.
         """
         ask |= self._ending(claim.rollout_id, claim.fence, claim.stage, outcome)
-        return self._do, request("go_on", message, next_queue=next_queue, **ask)
+        return self._do, request("go_on", message, **ask)
 
     def went_on(self, answer: dict[str, Any]) -> tuple[str, Claim | str]:
         """The state entered, and the next claim or why there is none."""
