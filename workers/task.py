@@ -101,7 +101,7 @@ def _claim(process: WorkerProcess, stage: Stage, ref: Ref | None) -> Claim | str
 
 
 def _run_stage(process: WorkerProcess, task: Task, run: StageRun, body: Body) -> Ref:
-    doing = asyncio.run_coroutine_threadsafe(in_turn(process, task, run, body), process.loop)
+    doing = asyncio.run_coroutine_threadsafe(in_turn(process, task.request, run, body), process.loop)
     last, outcome, name = doing.result()
     if last is None:
         if name == FULL:

@@ -13,7 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 import redis
-from celery import Task
+from celery.app.task import Context
 
 from rollout.schema import Stage, State
 from services import logs
@@ -56,15 +56,18 @@ def may_go_on(process: WorkerProcess) -> bool:
 
 
 async def in_turn(
-    process: WorkerProcess, task: Task, run: StageRun, body: Body
+    process: WorkerProcess, request: Context, run: StageRun, body: Body
 ) -> tuple[StageRun | None, Finish | None, str]:
     """Do a stage of a rollout, and INIT of those after it.
+
+    Args:
+        request: Of the task; `Task.request` is another one in each thread.
 
     Returns:
         The last one, its outcome, which is yet to be entered, and the name of its task for monitors. Once all
         have been entered: None, and why there is no further one.
     """
-    name, root, began = task.request.id, None, time.monotonic()
+    name, root, began = request.id, request.root_id, time.monotonic()
     tell = partial(events.tell, process.consumer)
     try:
         while True:
@@ -78,7 +81,7 @@ async def in_turn(
             call = process.store.go_on(
                 run.claim,
                 outcome,
-                message(process.services.app, TASK_RUN, (ref,), root or task.request.root_id, name),
+                message(process.services.app, TASK_RUN, (ref,), root, name),
                 next_queue=route(TASK_RUN, (ref,), None, None)["queue"],
                 queue=INIT,
                 token=next_name,

@@ -92,7 +92,7 @@ class Worker:
 
     def does(self, stage, rollout_id, body=None, attempt=1):
         """One message of a stage; whether the chain is whole after it, and says whose it is."""
-        task = SimpleNamespace(request=SimpleNamespace(id="task"))
+        task = SimpleNamespace(request=SimpleNamespace(id="task", root_id="task"))
         named = None if stage is Stage.INIT else {"id": rollout_id, "attempt": attempt, "node": None}
         try:
             ref = run_stage(task, stage, body or BODIES[stage], named)

@@ -15,7 +15,7 @@ from kombu.exceptions import OperationalError
 from rollout.schema import RolloutRequest
 from services.queues import TASK_EVALUATE, TASK_INIT, TASK_RUN, make_celery
 from services.settings import Settings
-from tests.helpers.stack import Stack, wait_until
+from tests.helpers.stack import Stack, stop_all, wait_until
 from workers import events
 
 COUNT = 40
@@ -27,7 +27,7 @@ class Watcher:
 
     def __init__(self, url):
         self.seen = Counter()
-        self.names, self.hosts = {}, {}
+        self.names, self.hosts, self.roots = {}, {}, {}
         self.beat_at = 0.0
         """When the newest heartbeat of a worker was sent."""
         self.args = {}
@@ -49,6 +49,7 @@ class Watcher:
 
     def note(self, event):
         if event["type"] == "task-received":
+            self.roots[event["uuid"]] = event["root_id"]
             self.names[event["uuid"]], self.hosts[event["uuid"]] = event["name"], event["hostname"]
         if event["type"] == "worker-heartbeat":
             self.beat_at = max(self.beat_at, event["timestamp"])
@@ -104,7 +105,9 @@ def test_all_events_come_and_in_fewer_messages_than_tasks(world, watcher):
     assert published(world) - before < 3 * COUNT + bundles, "ten events a rollout, sent nearly one by one"
 
 
-def test_each_task_says_once_which_rollout_it_works_on(world, watcher):
+@pytest.mark.parametrize("by_itself", [False, True], ids=["celery", "slots"])
+def test_each_task_says_once_which_rollout_it_works_on(world, watcher, by_itself):
+    beginners = world.start_workers({"beginner": "init"}, slots=1) if by_itself else []
     requests = [RolloutRequest(handler="noop", priority=k % 3) for k in range(COUNT)]
     expected = Counter(f"noop {item.id} attempt 1" for item in world.client.run(requests))
     wait_until(lambda: watcher.ended()[TASK_EVALUATE] == COUNT, PATIENCE_S, "the events of all")
@@ -116,6 +119,8 @@ def test_each_task_says_once_which_rollout_it_works_on(world, watcher):
     assert Counter(args for _, *after in args_of[TASK_INIT] for args in after) == expected
     for task in (TASK_RUN, TASK_EVALUATE):
         assert Counter(args for (args,) in args_of[task]) == expected
+    assert {watcher.roots[uuid] for uuid in watcher.names} <= {*watcher.names}, "a chain begins with a task"
+    stop_all(beginners)
 
 
 def test_they_come_after_the_connections_were_lost(world, watcher):

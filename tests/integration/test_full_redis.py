@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import threading
@@ -164,26 +163,21 @@ def finishing(store, stopping, monkeypatch):
     monkeypatch.setattr(patience, "PATIENCE_S", 0.2)
     monkeypatch.setattr(patience, "RETRY_S", 0.05)
 
-    async def body(run):
-        return Finish(State.EVALUATING, {}, LARGE)
-
     def start(claim):
         held = Held(claim.rollout_id, Stage.RUN, claim.fence, time.monotonic() + claim.deadline_in_s)
         process = SimpleNamespace(
             settings=Settings(),
             store=store,
             host=None,
-            run=lambda held, work: asyncio.run(work),
             let_go=lambda held: let_go.append(held.rollout_id),
             stopping=stopping,
             consumer=None,
         )
-        task = SimpleNamespace(request=SimpleNamespace(id="task"))
         run = StageRun(process, held, claim)
 
         def finish():
             with contextlib.suppress(Ignore):
-                task_module._run_stage(process, task, run, body)
+                task_module._end(process, "task", run, Finish(State.EVALUATING, {}, LARGE))
 
         thread = threading.Thread(target=finish, daemon=True)
         thread.start()
