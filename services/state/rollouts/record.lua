@@ -45,12 +45,15 @@ local function require_transition(r, to)
   end
 end
 
--- Moves a rollout to a state, and tells everybody who keeps count. `by`: the worker that did it, '-' = none.
-local function enter(r, to, by)
+-- Moves a rollout to a state, and tells everybody who keeps count. `by`: the worker that did it, '-' = none; `fields`
+-- of its record are written with it.
+local function enter(r, to, by, fields)
   require_transition(r, to)
   local id, from = r.id, r.state
   r.state = to
-  write(id, {state = to, updated = now})
+  fields = fields or {}
+  fields.state, fields.updated = to, now
+  write(id, fields)
   redis.call('RPUSH', KEY.timeline(id), to .. ' ' .. now .. ' ' .. r.attempt .. ' ' .. r.fence .. ' ' .. by)
   if from == to then return end
   if from == 'queued' then leave_queue(id, r.tenant) end
@@ -73,10 +76,11 @@ end
 
 local function look_at(id, at) redis.call('ZADD', KEY.DUE, at, id) end
 
-local function wait_again(id, delay)
-  forget(id, 'owner', 'lease')
-  write(id, {since = now, kicks = 0})
-  look_at(id, now + delay)
+-- Enters a state in which it waits for a worker.
+local function wait_in(r, to, by, delay)
+  enter(r, to, by, {since = now, kicks = 0})
+  forget(r.id, 'owner', 'lease')
+  look_at(r.id, now + delay)
 end
 
 -- Has a queued rollout wait for INIT, if it does not yet.
@@ -86,14 +90,14 @@ local function wait_for_turn(r) queue_up(r.id, r.tenant, field(r.id, 'rank')) en
 local function forget_failure(id) forget(id, 'error', 'blame', 'drop', 'drop_reason', 'finish_reason') end
 
 -- Another attempt: of the one before nothing counts any more.
-local function next_attempt(r, blame)
+local function next_attempt(r, blame) -- lazy
   r.attempt = redis.call('HINCRBY', KEY.record(r.id), 'attempt', 1)
   count('retries')
   count('retry_' .. blame)
 end
 
 -- The turns of this attempt, and of the one before where that has just ended; of one with checkpoints they stay.
-local function forget_turns(r)
+local function forget_turns(r) -- lazy
   forget(r.id, 'handed')
   if keeps_turns(r.id, r.attempt, field(r.id, 'deadline')) then return end
   for attempt = r.attempt - 1, r.attempt do
@@ -103,23 +107,21 @@ local function forget_turns(r)
 end
 
 -- RUN waits for a worker that goes on with it. What the former one still does is void.
-local function pass_on(r, delay)
+local function pass_on(r, delay) -- lazy
   r.fence = redis.call('HINCRBY', KEY.record(r.id), 'fence', 1)
-  write(r.id, {owner = NOBODY, lease = now + delay + LEASE_MS, since = now, kicks = 0})
-  enter(r, 'running', NOBODY)
+  enter(r, 'running', NOBODY, {owner = NOBODY, lease = now + delay + LEASE_MS, since = now, kicks = 0})
   look_at(r.id, now + delay)
 end
 
 -- Begins again from INIT, once it is its turn; with a delay only after that. What RUN did to the sandbox cannot be
 -- undone, so nothing is left of what it did.
-local function restart(r, by, delay, takes_its_turn)
+local function restart(r, by, delay, takes_its_turn) -- lazy
   forget_failure(r.id)
   forget(r.id, 'sandbox', 'node', 'policy_versions', 'files', 'moves')
   redis.call('DEL', KEY.trajectory(r.id), KEY.checkpoints(r.id))
   forget_turns(r)
   release_backend(r.id)
-  enter(r, 'queued', by)
-  wait_again(r.id, delay)
+  wait_in(r, 'queued', by, delay)
   if takes_its_turn then wait_for_turn(r) end
 end
 
@@ -136,7 +138,7 @@ local function count_drop(reason)
 end
 
 -- Enters a state in which it stays.
-local function finish_rollout(r, to, by)
+local function finish_rollout(r, to, by) -- lazy
   enter(r, to, by)
   local id = r.id
   forget(id, 'owner', 'lease')
@@ -169,7 +171,7 @@ end
 local function mark_cancelled(id) write(id, {drop = '1', drop_reason = 'cancelled', finish_reason = 'cancelled'}) end
 
 -- An attempt's error: the record keeps only that of the last one.
-local function tell_error(r, encoded)
+local function tell_error(r, encoded) -- lazy
   local decodes, e = pcall(cjson.decode, encoded)
   if not decodes or type(e) ~= 'table' then return end
   local stage = type(e.stage) == 'string' and e.stage .. ': ' or ''
@@ -186,7 +188,7 @@ local function is_absent(id, node)
   return at and at <= now and now - at < ABSENT_MS
 end
 
-local function forget_absence(id)
+local function forget_absence(id) -- lazy
   for _, name in ipairs(redis.call('HKEYS', KEY.record(id))) do
     if name:sub(1, 7) == 'absent:' then forget(id, name) end
   end
@@ -218,9 +220,10 @@ local function deaths(r, stage)
   return tonumber(its.deaths or '0')
 end
 
--- Whether the owner carries another suspect, beside which this one is not to be in the stage in which it saw them end.
-local function crowded(r, stage, owner)
-  if deaths(r, stage) < SUSPECT then return false end
+-- Whether the owner carries another suspect, beside which this one, read with its `deaths`, is not to be in the stage in
+-- which it saw them end.
+local function crowded(r, stage, owner) -- lazy
+  if not r.deaths or deaths(r, stage) < SUSPECT then return false end
   local other = read(redis.call('HGET', KEY.SUSPECTS, owner) or '')
   if other.state and other.id ~= r.id and other.owner == owner and deaths(other, stage) >= SUSPECT then return true end
   redis.call('HSET', KEY.SUSPECTS, owner, r.id)
@@ -237,15 +240,14 @@ local function was_alone(r, stage)
 end
 
 -- Notes who carries a rollout that saw a worker end, at its next claim.
-local function note_unproven(r, stage, owner)
-  if deaths(r, stage) == 0 then return end
+local function note_unproven(r, stage, owner) -- lazy
+  if not r.deaths or deaths(r, stage) == 0 then return end
   redis.call('SADD', KEY.unproven(owner), r.id)
   redis.call('PEXPIRE', KEY.unproven(owner), RETENTION_MS)
 end
 
--- It went through the stage, so it was not what ended the workers.
-local function clear_suspicion(id, stage, owner)
-  if field(id, 'deaths_in') ~= stage then return end
+-- It went through the stage in which it saw workers end, so it was not what ended them.
+local function clear_suspicion(id, owner)
   forget(id, 'deaths', 'deaths_in', 'deaths_at')
   redis.call('SREM', KEY.unproven(owner), id)
   if redis.call('HGET', KEY.SUSPECTS, owner) == id then redis.call('HDEL', KEY.SUSPECTS, owner) end

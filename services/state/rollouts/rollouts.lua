@@ -100,20 +100,20 @@ local function claimed(id)
   return claim
 end
 
--- Gives a waiting rollout to an owner.
+-- Gives a waiting rollout, read with `since` and `deaths`, to an owner.
 local function take(r, stage, ask)
   require_transition(r, ENTERS[stage])
   r.fence = redis.call('HINCRBY', KEY.record(r.id), 'fence', 1)
-  write(r.id, {owner = ask.owner, token = ask.token, lease = now + LEASE_MS, claimed = now, stamp = STAMP .. ' ' .. r.fence})
   note_unproven(r, stage, ask.owner)
   look_at(r.id, now + LEASE_MS)
-  book(r.id, 'queued', field(r.id, 'since'), 'queue_' .. stage)
-  enter(r, ENTERS[stage], ask.owner)
+  book(r.id, 'queued', r.since, 'queue_' .. stage)
+  enter(r, ENTERS[stage], ask.owner,
+    {owner = ask.owner, token = ask.token, lease = now + LEASE_MS, claimed = now, stamp = STAMP .. ' ' .. r.fence})
   return claimed(r.id)
 end
 
 -- The same claim again, from a client that got no answer, perhaps long after: it holds the rollout from now.
-local function renew(id)
+local function renew(id) -- lazy
   write(id, {lease = now + LEASE_MS})
   look_at(id, now + LEASE_MS)
   return claimed(id)
@@ -122,7 +122,7 @@ end
 -- {id, attempt, stage, owner, token}
 -- The token makes a repeated claim harmless: a client that got no answer sends the same one again.
 function operations.claim(ask)
-  local r = read(ask.id, 'token', 'deadline')
+  local r = read(ask.id, 'token', 'deadline', 'since', 'deaths')
   if not r.state then return {word = 'gone'} end
   if TERMINAL[r.state] then return {word = 'ended'} end
   if r.owner and r.token == ask.token then
@@ -160,7 +160,7 @@ function operations.claim_next(ask)
   for _ = 1, 1000 do
     local id, tenant = first_in_order(function(waiting) return is_absent(waiting, ask.node) end)
     if not id then return {word = tenant and 'passed over' or 'nobody'} end
-    local r = read(id, 'deadline')
+    local r = read(id, 'deadline', 'since', 'deaths')
     if r.state ~= 'queued' or r.owner then
       leave_queue(id, tenant)
     elseif now >= tonumber(r.deadline) then
@@ -214,7 +214,7 @@ function operations.note(ask)
 end
 
 -- Another worker goes on with the attempt: with RUN at the turn it had reached, with INIT and EVAL from their beginning.
-local function resume(r, stage, delay)
+local function resume(r, stage, delay) -- lazy
   redis.call('HINCRBY', KEY.record(r.id), 'resumed', 1)
   count('resumed_' .. stage)
   if stage == 'run' then
@@ -222,8 +222,7 @@ local function resume(r, stage, delay)
   elseif stage == 'init' then
     restart(r, '-', delay, true)
   else
-    enter(r, 'evaluating', '-')
-    wait_again(r.id, delay)
+    wait_in(r, 'evaluating', '-', delay)
   end
 end
 
@@ -245,7 +244,7 @@ local function judge_finish(r, ask)
 end
 
 -- The node could not start the image.
-local function note_absence(r, absent, to)
+local function note_absence(r, absent, to) -- lazy
   local why = 'node ' .. absent.node .. ' cannot start its image: ' .. absent.why
   if field(r.id, 'unstarted') ~= why then tell(r.id, r.attempt, r.fence, why) end
   -- All have tried: another attempt goes round the nodes again, and this one comes last.
@@ -261,7 +260,8 @@ end
 -- cannot start the image and another one has yet to try). The answer is the state entered, or `lost`. The same finish
 -- again, from a client that got no answer, gets the same answer.
 function operations.finish(ask)
-  local r = read(ask.id, 'claimed', 'cancel', 'ended_fence', 'ended_in', 'elsewhere_since', 'elsewhere')
+  local r = read(ask.id, 'claimed', 'cancel', 'ended_fence', 'ended_in', 'elsewhere_since', 'elsewhere',
+    'decided', 'deaths_in')
   local id, stage, owner, trajectory = ask.id, ask.stage, r.owner, not ask.queue and ARGV[3]
   if tonumber(r.ended_fence) == ask.fence then return r.ended_in end
   if not r.state or TERMINAL[r.state] or tonumber(r.fence) ~= ask.fence or not owner then return 'lost' end
@@ -273,17 +273,17 @@ function operations.finish(ask)
   require_transition(r, enters)
   -- A trajectory waits until there is room, and so does what takes further work.
   if not trajectory and not ask.queue then though_full() end
-  write(id, {ended_fence = ask.fence, ended_in = enters})
-  forget(id, 'decided')
-  book(id, stage, r.claimed, 'stage_' .. stage)
+  ask.fields.ended_fence, ask.fields.ended_in = ask.fence, enters
   write(id, ask.fields)
+  if r.decided then forget(id, 'decided') end
+  book(id, stage, r.claimed, 'stage_' .. stage)
   local handed_on = 0
   if to == 'elsewhere' then
     if not ask.absent then redis.call('HSETNX', KEY.record(id), 'elsewhere_since', now) end
     handed_on = redis.call('HINCRBY', KEY.record(id), 'elsewhere', 1)
   elseif not back and to ~= 'passed on' then
-    forget(id, 'elsewhere_since', 'elsewhere')
-    if to ~= 'again' then clear_suspicion(id, stage, owner) end
+    if r.elsewhere then forget(id, 'elsewhere_since', 'elsewhere') end
+    if to ~= 'again' and r.deaths_in == stage then clear_suspicion(id, owner) end
   end
   if ask.fields.error and handed_on < 2 then tell_error(r, ask.fields.error) end
   if ask.absent then note_absence(r, ask.absent, to) end
@@ -306,8 +306,7 @@ function operations.finish(ask)
     resume(r, stage, delay)
   else
     if to == 'elsewhere' then forget_failure(id) end
-    enter(r, enters, owner)
-    wait_again(id, delay)
+    wait_in(r, enters, owner, delay)
   end
   return enters
 end
@@ -402,8 +401,7 @@ local function bury(r)
     return to_do('restart', r, 'init')
   end
   -- EVAL can be done again on what RUN left.
-  enter(r, 'evaluating', '-')
-  wait_again(r.id, REQUEUE_MS)
+  wait_in(r, 'evaluating', '-', REQUEUE_MS)
   return to_do('send', r, 'eval')
 end
 
