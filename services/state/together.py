@@ -13,6 +13,8 @@ from typing import Any
 import redis
 from hiredis import pack_command
 
+from services.state.redis import SHORT_ANSWER_S
+
 MOST_AT_ONCE = 64
 """Commands of one round trip."""
 ALONE_BYTES = 64 << 10
@@ -34,13 +36,14 @@ class _Asked:
 
 
 class Together:
-    """Commands of many threads over one connection. Where that fails they are sent again, with patience: a
-    command may be done twice.
+    """Commands of many threads over one connection. Where that fails each goes by another one, with patience,
+    and holds up nobody: a command may be done twice.
     """
 
     def __init__(self, client: redis.Redis) -> None:
         self._client = client
         self._connection = client.connection_pool.make_connection()
+        self._connection.socket_timeout = SHORT_ANSWER_S
         self._lock = threading.Lock()
         self._asked: list[_Asked] = []
         self._sending = False
@@ -61,6 +64,8 @@ class Together:
             mine.turn.acquire()
         if not mine.answered:
             self._send_first()
+        if isinstance(mine.answer, redis.ConnectionError | redis.TimeoutError):
+            return self._client.execute_command(*command)
         if isinstance(mine.answer, BaseException):
             raise mine.answer
         return mine.answer
@@ -84,14 +89,9 @@ class Together:
         try:
             self._connection.send_packed_command([b"".join(map(pack_command, map(tuple, commands)))])
             return [self._answer() for _ in commands]
-        except BaseException as error:
+        except BaseException:
             self._connection.disconnect()  # what else it has to say is nobody's answer
-            if not isinstance(error, redis.RedisError):
-                raise
-        with self._client.pipeline(transaction=False) as pipe:
-            for command in commands:
-                pipe.execute_command(*command)
-            return pipe.execute(raise_on_error=False)
+            raise
 
     def _answer(self) -> Any:
         """The next one; a refusal is the answer to its command alone, and those after it still come."""

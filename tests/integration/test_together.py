@@ -76,6 +76,26 @@ def test_a_lost_connection_costs_nobody_the_answer(together, client):
     assert together.send("ECHO", "there") == "there"
 
 
+def test_who_waits_for_a_frozen_redis_holds_up_nobody_who_asks_later(together, client, monkeypatch):
+    waits, goes_on, patient = Event(), Event(), client.execute_command
+
+    def frozen(*command):
+        waits.set()
+        assert goes_on.wait(60)
+        return patient(*command)
+
+    monkeypatch.setattr(client, "execute_command", frozen)
+    together._connection.socket_timeout = 0.2
+    patient("CLIENT", "PAUSE", 2000)
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(together.send, "ECHO", "first")
+        assert waits.wait(60), "longer than the shared connection waits"
+        together._connection.socket_timeout = 60
+        assert together.send("ECHO", "second") == "second" and not first.done()
+        goes_on.set()
+        assert first.result(60) == "first"
+
+
 def test_a_large_value_goes_by_another_connection(together):
     together._connection = None
     assert together.send("ECHO", "x" * (ALONE_BYTES + 1)) == "x" * (ALONE_BYTES + 1)
