@@ -22,6 +22,7 @@ from services.queues import INIT, TASK_INIT, TASK_RUN, Ref, describe, route
 from services.state.rollouts.store import Claim, Finish
 from services.version import STAMP
 from workers import events
+from workers.held import LOST
 from workers.patience import RedisAway
 from workers.process import WorkerProcess
 from workers.stage import Body, StageRun, interrupted, work
@@ -92,8 +93,8 @@ async def in_turn(
                     answer = await process.services.placements.send(call, patient=False)
                 except (redis.RedisError, RedisAway, asyncio.CancelledError):
                     return run, outcome, name
-                entered, claim = process.store.went_on(answer)
-                if entered != State.READY:
+                claim = process.store.went_on(answer)
+                if claim in (State.CANCELLED, LOST):
                     return run, outcome, name
                 process.let_go(run.held)
                 tell("task-succeeded", name, result=describe(ref), runtime=time.monotonic() - began)

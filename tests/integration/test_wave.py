@@ -143,11 +143,11 @@ def test_who_got_no_answer_and_asks_again_gets_the_same_rollout_for_one_message(
     call = worker.store.go_on(claim, Finish(State.READY), b"message", **queues, **turn, token="once")
     for _ in range(2):
         (answer,) = send_many(worker.redis, [call])
-        entered, following = worker.store.went_on(answer)
-        assert (entered, following.rollout_id, following.fence) == (State.READY, second, 1)
+        following = worker.store.went_on(answer)
+        assert (following.rollout_id, following.fence) == (second, 1)
         assert worker.redis.llen("init") == 1
     assert worker.store.state(first) == State.READY
     late = worker.store.go_on(claim, Finish(State.READY), b"message", **queues, **turn, token="other")
     worker.redis.hset(keys.record(first), "fence", 7)
     worker.redis.hdel(keys.record(first), "ended_fence")
-    assert send_many(worker.redis, [late]) == [{"entered": "lost"}], "it takes nothing further"
+    assert send_many(worker.redis, [late]) == [{"word": "lost"}], "it takes nothing further"

@@ -311,14 +311,13 @@ function operations.finish(ask)
   return enters
 end
 
--- What `finish` and `claim_next` take, next_queue, and a message for it: of a rollout that is ready, and the next one.
+-- What `finish` and `claim_next` take, and next_queue with a message for it: ends INIT of a rollout that is ready and
+-- claims the next one. Answers as `claim_next`, or the state that was entered instead as the word.
 function operations.go_on(ask)
-  local answer = {entered = operations.finish(ask)}
-  if answer.entered == 'ready' then
-    redis.call('LPUSH', ask.next_queue, ARGV[3])
-    answer.claim = operations.claim_next(ask)
-  end
-  return answer
+  local entered = operations.finish(ask)
+  if entered ~= 'ready' then return {word = entered} end
+  redis.call('LPUSH', ask.next_queue, ARGV[3])
+  return operations.claim_next(ask)
 end
 
 -- As `finish`, before the stage's sandbox is released: should its worker be lost meanwhile, the reaper has it end so.

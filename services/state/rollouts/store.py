@@ -374,9 +374,9 @@ class RolloutStore(RolloutReader):
         ask |= self._ending(claim.rollout_id, claim.fence, claim.stage, outcome)
         return self._do, request("go_on", message, **ask)
 
-    def went_on(self, answer: dict[str, Any]) -> tuple[str, Claim | str]:
-        """The state entered, and the next claim or why there is none."""
-        return answer["entered"], self._claimed(answer.get("claim") or {"word": "nobody"}, Stage.INIT)
+    def went_on(self, answer: dict[str, Any]) -> Claim | str:
+        """The next claim or why there is none; where the rollout is not ready after all, its state or `lost`."""
+        return self._claimed(answer, Stage.INIT)
 
     def _end(self, operation: str, rollout_id: str, fence: int, stage: Stage, outcome: Finish) -> Any:
         stored = outcome.stored_trajectory
