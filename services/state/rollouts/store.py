@@ -375,7 +375,7 @@ class RolloutStore(RolloutReader):
         return self._do, request("go_on", message, **ask)
 
     def went_on(self, answer: dict[str, Any]) -> Claim | str:
-        """The next claim or why there is none; where the rollout is not ready after all, its state or `lost`."""
+        """The next claim or why there is none; where the rollout is not ready, its state or `lost`."""
         return self._claimed(answer, Stage.INIT)
 
     def _end(self, operation: str, rollout_id: str, fence: int, stage: Stage, outcome: Finish) -> Any:
