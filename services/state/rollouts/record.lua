@@ -90,14 +90,14 @@ local function wait_for_turn(r) queue_up(r.id, r.tenant, field(r.id, 'rank')) en
 local function forget_failure(id) forget(id, 'error', 'blame', 'drop', 'drop_reason', 'finish_reason') end
 
 -- Another attempt: of the one before nothing counts any more.
-local function next_attempt(r, blame) -- lazy
+local function next_attempt(r, blame)
   r.attempt = redis.call('HINCRBY', KEY.record(r.id), 'attempt', 1)
   count('retries')
   count('retry_' .. blame)
 end
 
 -- The turns of this attempt, and of the one before where that has just ended; of one with checkpoints they stay.
-local function forget_turns(r) -- lazy
+local function forget_turns(r)
   forget(r.id, 'handed')
   if keeps_turns(r.id, r.attempt, field(r.id, 'deadline')) then return end
   for attempt = r.attempt - 1, r.attempt do
@@ -107,7 +107,7 @@ local function forget_turns(r) -- lazy
 end
 
 -- RUN waits for a worker that goes on with it. What the former one still does is void.
-local function pass_on(r, delay) -- lazy
+local function pass_on(r, delay)
   r.fence = redis.call('HINCRBY', KEY.record(r.id), 'fence', 1)
   enter(r, 'running', NOBODY, {owner = NOBODY, lease = now + delay + LEASE_MS, since = now, kicks = 0})
   look_at(r.id, now + delay)
@@ -115,7 +115,7 @@ end
 
 -- Begins again from INIT, once it is its turn; with a delay only after that. What RUN did to the sandbox cannot be
 -- undone, so nothing is left of what it did.
-local function restart(r, by, delay, takes_its_turn) -- lazy
+local function restart(r, by, delay, takes_its_turn)
   forget_failure(r.id)
   forget(r.id, 'sandbox', 'node', 'policy_versions', 'files', 'moves')
   redis.call('DEL', KEY.trajectory(r.id), KEY.checkpoints(r.id))
@@ -138,7 +138,7 @@ local function count_drop(reason)
 end
 
 -- Enters a state in which it stays.
-local function finish_rollout(r, to, by) -- lazy
+local function finish_rollout(r, to, by)
   enter(r, to, by)
   local id = r.id
   forget(id, 'owner', 'lease')
@@ -171,7 +171,7 @@ end
 local function mark_cancelled(id) write(id, {drop = '1', drop_reason = 'cancelled', finish_reason = 'cancelled'}) end
 
 -- An attempt's error: the record keeps only that of the last one.
-local function tell_error(r, encoded) -- lazy
+local function tell_error(r, encoded)
   local decodes, e = pcall(cjson.decode, encoded)
   if not decodes or type(e) ~= 'table' then return end
   local stage = type(e.stage) == 'string' and e.stage .. ': ' or ''
@@ -188,7 +188,7 @@ local function is_absent(id, node)
   return at and at <= now and now - at < ABSENT_MS
 end
 
-local function forget_absence(id) -- lazy
+local function forget_absence(id)
   for _, name in ipairs(redis.call('HKEYS', KEY.record(id))) do
     if name:sub(1, 7) == 'absent:' then forget(id, name) end
   end
@@ -222,7 +222,7 @@ end
 
 -- Whether the owner carries another suspect, beside which this one, read with its `deaths`, is not to be in the stage in
 -- which it saw them end.
-local function crowded(r, stage, owner) -- lazy
+local function crowded(r, stage, owner)
   if not r.deaths or deaths(r, stage) < SUSPECT then return false end
   local other = read(redis.call('HGET', KEY.SUSPECTS, owner) or '')
   if other.state and other.id ~= r.id and other.owner == owner and deaths(other, stage) >= SUSPECT then return true end
@@ -240,7 +240,7 @@ local function was_alone(r, stage)
 end
 
 -- Notes who carries a rollout that saw a worker end, at its next claim.
-local function note_unproven(r, stage, owner) -- lazy
+local function note_unproven(r, stage, owner)
   if not r.deaths or deaths(r, stage) == 0 then return end
   redis.call('SADD', KEY.unproven(owner), r.id)
   redis.call('PEXPIRE', KEY.unproven(owner), RETENTION_MS)

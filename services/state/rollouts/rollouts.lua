@@ -113,7 +113,7 @@ local function take(r, stage, ask)
 end
 
 -- The same claim again, from a client that got no answer, perhaps long after: it holds the rollout from now.
-local function renew(id) -- lazy
+local function renew(id)
   write(id, {lease = now + LEASE_MS})
   look_at(id, now + LEASE_MS)
   return claimed(id)
@@ -214,7 +214,7 @@ function operations.note(ask)
 end
 
 -- Another worker goes on with the attempt: with RUN at the turn it had reached, with INIT and EVAL from their beginning.
-local function resume(r, stage, delay) -- lazy
+local function resume(r, stage, delay)
   redis.call('HINCRBY', KEY.record(r.id), 'resumed', 1)
   count('resumed_' .. stage)
   if stage == 'run' then
@@ -244,7 +244,7 @@ local function judge_finish(r, ask)
 end
 
 -- The node could not start the image.
-local function note_absence(r, absent, to) -- lazy
+local function note_absence(r, absent, to)
   local why = 'node ' .. absent.node .. ' cannot start its image: ' .. absent.why
   if field(r.id, 'unstarted') ~= why then tell(r.id, r.attempt, r.fence, why) end
   -- All have tried: another attempt goes round the nodes again, and this one comes last.
