@@ -97,7 +97,7 @@ async def in_turn(
                 if claim in (State.CANCELLED, LOST):
                     return run, outcome, name
                 process.let_go(run.held)
-                tell("task-succeeded", name, result=describe(ref), runtime=time.monotonic() - began)
+                tell("task-succeeded", name, result=repr(ref), runtime=time.monotonic() - began)
                 if not isinstance(claim, Claim):
                     return None, None, claim
                 run = StageRun(process.services, process.hold(claim, cancelled), claim)
