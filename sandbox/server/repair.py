@@ -35,7 +35,8 @@ def _write_over(path, data):
         size = len(data)
         while data:
             data = data[os.write(fd, data) :]
-        os.ftruncate(fd, size)
+        if os.fstat(fd).st_size != size:  # to write its size anew takes longer than to look
+            os.ftruncate(fd, size)
     finally:
         os.close(fd)
 

@@ -64,17 +64,23 @@ class Session:
     # -- typing ----------------------------------------------
 
     def start(self, command, capture, ours=False):
-        """Run `command` (text without NUL); its output goes to `capture`. `ours`: not the agent's."""
+        """Run `command` (text without NUL); its output goes to `capture`. `ours`: not the agent's. Returns
+        False, and runs nothing, where bash has ended.
+        """
         write_private(self._command_file, command + "\n")
         at_prompt = self._at_prompt()
         if not at_prompt:
+            if self.look() == "exited":
+                return False
             os.kill(self.pid, signal.SIGCONT)  # a background job may have stopped it, or be about to
         set_terminal(self.fd)
         if self._typed:
             self._drop_input()
         self.read()  # all that bash said before it waited
-        self.capture, self._reel = capture, Reel("bash", 0) if ours else TAPE.begin("bash")
+        self.capture = capture
         self._begin(r"\builtin . " + self._command_file, at_prompt, ours)
+        self._reel = Reel("bash", 0) if ours else TAPE.begin("bash")
+        return True
 
     def _begin(self, line, at_prompt=False, ours=False):
         self._number += 1
@@ -139,6 +145,7 @@ class Session:
 
     def read(self, exited=False):
         """Read what is there and return `ending`. `exited`: the process is known to be gone."""
+        before = self.ending
         for _ in range(EXIT_READ_ROUNDS if exited else READ_ROUNDS):
             try:
                 data = os.read(self.fd, READ_BYTES)
@@ -157,6 +164,8 @@ class Session:
                     self._keep(value)
                 elif value[0] == self._number:  # a marker of an older command is dropped
                     self._on_marker(kind, value)
+            if self.ending != before and not exited:
+                break  # what follows is late output, which is read before the next command
         if exited:
             self._on_exit()
         return self.ending

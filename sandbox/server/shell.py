@@ -165,9 +165,11 @@ class Shell:
         with self._lock, self._unattended():
             began = time.monotonic()
             late_exit_code = self._settle_behind()
-            self._ensure_session()
             self._suspending = False
-            self._session.start(command, Capture(max_chars))
+            if not self._session.start(command, Capture(max_chars)):
+                self._spawn(self._session.cwd)
+                self._restarted = True
+                self._session.start(command, Capture(max_chars))
             result = self._follow(began, timeout, hangup_fd, keep, quiet)
             result["late_exit_code"] = late_exit_code
             return result
@@ -390,11 +392,6 @@ class Shell:
             )
 
     # -- inside: the bash process ----------------------------------------------
-
-    def _ensure_session(self):
-        if self._session.look() == "exited":
-            self._spawn(self._session.cwd)
-            self._restarted = True
 
     def _spawn(self, cwd):
         """Replace bash. What the old one said late is kept."""
