@@ -4,6 +4,7 @@ import errno
 import fcntl
 import io
 import os
+import select
 import signal
 import struct
 import termios
@@ -132,12 +133,16 @@ class Session:
 
     def _drop_input(self):
         """Drop what was typed and not read. On the slave: flushing the master would drop the output."""
+        self._on_slave(lambda slave: termios.tcflush(slave, termios.TCIFLUSH))
+
+    def _on_slave(self, function):
+        """What a function gives of the terminal as bash has it; None before Linux 4.13."""
         try:
             slave = fcntl.ioctl(self.fd, TIOCGPTPEER, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
         except OSError:
-            return  # before Linux 4.13
+            return None
         try:
-            termios.tcflush(slave, termios.TCIFLUSH)
+            return function(slave)
         finally:
             os.close(slave)
 
@@ -265,7 +270,11 @@ class Session:
             pass  # it ended just now; the wait that follows sees it
 
     def readers(self):
-        """See :func:`proc.terminal_readers`: who in the foreground waits for input."""
+        """See :func:`proc.terminal_readers`: who in the foreground waits for input. Nobody while there is
+        some: a worker of the kernel hands over what was typed, on a loaded machine after who waits was seen.
+        """
+        if self._on_slave(lambda slave: select.select([slave], [], [], 0)[0]):  # has it handed over first
+            return frozenset()
         return proc.terminal_readers(self.foreground(), self.terminal)
 
     def end_process(self):

@@ -7,6 +7,7 @@ import base64
 import errno
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -315,6 +316,26 @@ def test_limits_go_to_the_runtime_only_where_cgroups_work(tmp_path):
     runtime.has_cgroups = True
     argv = " ".join(runtime.argv(launch, ["true"]))
     assert "--memory 100M --pids-limit 20" in argv
+
+
+def test_nobody_waits_for_input_while_there_is_some_unread(tmp_path, monkeypatch):
+    with server_modules("bash", "session", "proc") as (bash, module, proc):
+        place = str(tmp_path)
+        session = module.Session(bash.Bash(["bash"], place, dict(os.environ), place), place, place)
+        try:
+            wait_until(lambda: session.read() == "marker", 60, "bash is ready")
+            assert session.start("read -r line", module.Capture(1000))
+            wait_until(session.readers, 60, "bash waits for a line")
+            os.kill(session.pid, signal.SIGSTOP)
+            # As seen a moment before: a reader whom a line has woken does not sleep, nor does a stopped one.
+            monkeypatch.setattr(proc, "terminal_readers", lambda *_: {(session.pid, 1)})
+            session.queue(b"a line\n")
+            assert session.readers() == frozenset()
+            os.kill(session.pid, signal.SIGCONT)
+            wait_until(lambda: session.read() == "marker", 60, "the line is read")
+            assert session.readers()
+        finally:
+            session.kill()
 
 
 def test_between_fork_and_exec_the_server_imports_nothing():
