@@ -83,14 +83,13 @@ def starved(pid):
 # -- waiting for input ----------------------------------------------
 
 
-def terminal_readers(group, terminal):
-    """Threads of a process group that certainly wait for input from a terminal (device number).
+def waits_for_terminal(group, terminal):
+    """Whether a thread of a process group certainly waits for input from a terminal (device number).
 
-    Each is (thread id, how often it has gone to sleep), so that one who read something and waits again is
-    told from one who has not woken yet. Empty when there is none, when a member of the group still works, or
-    when it cannot be told: on a machine whose system calls are not known here, or without leave to look.
+    False also when a member of the group still works, or when it cannot be told: on a machine whose system
+    calls are not known here, or without leave to look.
     """
-    readers = set()
+    waits = False
     for pid in group_members(group):
         try:
             threads = [int(name) for name in os.listdir("/proc/%d/task" % pid)]
@@ -102,10 +101,9 @@ def terminal_readers(group, terminal):
             if fields is None:
                 continue
             if fields[0] in (b"R", b"D"):
-                return frozenset()
-            if fields[0] == b"S" and _waits_for(pid, base, terminal):
-                readers.add((thread, _sleeps(base)))
-    return frozenset(readers)
+                return False
+            waits = waits or (fields[0] == b"S" and _waits_for(pid, base, terminal))
+    return waits
 
 
 def _waits_for(pid, base, terminal):
@@ -145,14 +143,6 @@ def _memory(pid, address, size):
         return os.pread(fd, size, address)
     finally:
         os.close(fd)
-
-
-def _sleeps(base):
-    try:
-        with open(base + "/status") as file:
-            return int(file.read().partition("\nvoluntary_ctxt_switches:")[2].split()[0])
-    except (OSError, IndexError):
-        return -1
 
 
 # -- ending ----------------------------------------------

@@ -269,13 +269,13 @@ class Session:
         except ProcessLookupError:
             pass  # it ended just now; the wait that follows sees it
 
-    def readers(self):
-        """See :func:`proc.terminal_readers`: who in the foreground waits for input. Nobody while there is
-        some: a worker of the kernel hands over what was typed, on a loaded machine after who waits was seen.
+    def waits_for_input(self):
+        """Whether something in the foreground certainly does. Nothing while there is some: a worker of the
+        kernel hands over what was typed and wakes who reads, on a loaded machine much later.
         """
-        if self._on_slave(lambda slave: select.select([slave], [], [], 0)[0]):  # has it handed over first
-            return frozenset()
-        return proc.terminal_readers(self.foreground(), self.terminal)
+        if self._on_slave(lambda slave: select.select([slave], [], [], 0)[0]):  # has it done that first
+            return False
+        return proc.waits_for_terminal(self.foreground(), self.terminal)
 
     def end_process(self):
         """Kill the shell itself."""

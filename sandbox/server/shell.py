@@ -196,9 +196,8 @@ class Shell:
                     result["input_sent"] = not data
                     return result
                 self._check_input(data)
-                old_readers = session.readers() if data else frozenset()
                 session.queue(data)
-                return self._follow(began, timeout, hangup_fd, True, quiet, old_readers)
+                return self._follow(began, timeout, hangup_fd, True, quiet)
         finally:
             self._lock.release()
 
@@ -287,12 +286,12 @@ class Shell:
 
     # -- inside: a command's life ----------------------------------------------
 
-    def _follow(self, began, timeout, hangup_fd, keep, quiet, old_readers=frozenset()):
+    def _follow(self, began, timeout, hangup_fd, keep, quiet):
         """Wait for the running command and make its result."""
         session = self._session
         self._behind = False
         quiet = quiet if keep else None
-        ending = self._waiter.follow(session, began + timeout, hangup_fd, keep, quiet, old_readers)
+        ending = self._waiter.follow(session, began + timeout, hangup_fd, keep, quiet)
         if ending in ("quiet", "input") or (ending == "timeout" and keep):
             self._behind = True
             result = self._running_result(session.capture, began)

@@ -20,8 +20,6 @@ ESCALATION = (
 # A silent command is looked at after the first of these many seconds, then ever more rarely.
 LOOK_FIRST_S = 0.06
 LOOK_MOST_S = 1.0
-# So long a reader that has not gone to sleep anew is taken to be yet to see what was typed.
-SETTLE_S = 2.0
 
 
 class Waiter:
@@ -78,13 +76,11 @@ class Waiter:
                 for data in typed:
                     session.queue(data)
 
-    def wait(
-        self, session, deadline, hangup_fd=None, watch=False, quiet=None, old_readers=frozenset(), heed=True
-    ):
+    def wait(self, session, deadline, hangup_fd=None, watch=False, quiet=None, heed=True):
         """Collect output until something ends the wait.
 
-        `watch`: look whether the command waits for input, as somebody else than `old_readers`. `heed`:
-        interrupts. Returns "marker", "exited", "timeout", "quiet", "input", "interrupt" or "hangup".
+        `watch`: look whether the command waits for input. `heed`: interrupts. Returns "marker", "exited",
+        "timeout", "quiet", "input", "interrupt" or "hangup".
         """
         poller = select.poll()
         poller.register(session.fd, select.POLLIN)
@@ -92,7 +88,7 @@ class Waiter:
         if hangup_fd is not None:
             poller.register(hangup_fd, select.POLLRDHUP)
         typing = False
-        began = changed = time.monotonic()
+        changed = time.monotonic()
         seen, look_at = session.read_bytes, LOOK_FIRST_S
         while True:
             if typing != session.wants_to_type():
@@ -108,9 +104,7 @@ class Waiter:
                     return "quiet"
             if watch:
                 if now >= changed + look_at:
-                    if now > began + SETTLE_S:
-                        old_readers = frozenset()
-                    waits = not typing and session.readers() - old_readers
+                    waits = not typing and session.waits_for_input()
                     if session.read() is not None:
                         return session.ending
                     if waits and session.read_bytes == seen:  # else it has just said something

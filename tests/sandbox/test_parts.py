@@ -323,17 +323,17 @@ def test_nobody_waits_for_input_while_there_is_some_unread(tmp_path, monkeypatch
         place = str(tmp_path)
         session = module.Session(bash.Bash(["bash"], place, dict(os.environ), place), place, place)
         try:
-            wait_until(lambda: session.read() == "marker", 60, "bash is ready")
+            wait_until(lambda: session.read() == "marker", 60, "bash to be ready")
             assert session.start("read -r line", module.Capture(1000))
-            wait_until(session.readers, 60, "bash waits for a line")
+            wait_until(session.waits_for_input, 60, "bash to wait for a line")
             os.kill(session.pid, signal.SIGSTOP)
             # As seen a moment before: a reader whom a line has woken does not sleep, nor does a stopped one.
-            monkeypatch.setattr(proc, "terminal_readers", lambda *_: {(session.pid, 1)})
+            monkeypatch.setattr(proc, "waits_for_terminal", lambda *_: True)
             session.queue(b"a line\n")
-            assert session.readers() == frozenset()
+            assert not session.waits_for_input()
             os.kill(session.pid, signal.SIGCONT)
-            wait_until(lambda: session.read() == "marker", 60, "the line is read")
-            assert session.readers()
+            wait_until(lambda: session.read() == "marker", 60, "the line to be read")
+            assert session.waits_for_input()
         finally:
             session.kill()
 
