@@ -150,7 +150,6 @@ class Session:
 
     def read(self, exited=False):
         """Read what is there and return `ending`. `exited`: the process is known to be gone."""
-        before = self.ending
         for _ in range(EXIT_READ_ROUNDS if exited else READ_ROUNDS):
             try:
                 data = os.read(self.fd, READ_BYTES)
@@ -169,8 +168,6 @@ class Session:
                     self._keep(value)
                 elif value[0] == self._number:  # a marker of an older command is dropped
                     self._on_marker(kind, value)
-            if self.ending != before and not exited:
-                break  # what follows is late output, which is read before the next command
         if exited:
             self._on_exit()
         return self.ending
