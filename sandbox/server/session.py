@@ -50,6 +50,8 @@ class Session:
         self._to_type = bytearray()
         self._typed = False  # since the command began, something that it may not have read
         self._inside = False  # the command's own output comes
+        self.begun = True
+        """False while it is not known whether the command has begun."""
         self._call = None  # the file in /proc that tells what bash waits for
         self.ending = None
         """How the command ended: "marker", "exited", or None while it runs."""
@@ -88,7 +90,8 @@ class Session:
         self._to_type = bytearray()
         self.ending = self.exit_code = None
         self.queue(framing.framed(self._number, line, at_prompt, ours).encode() + b"\n")
-        self._inside, self._typed = at_prompt, False
+        self._inside = self.begun = at_prompt
+        self._typed = False
 
     def _at_prompt(self):
         """Whether bash waits for a line (after a command it reads nothing else). False if that is unknown."""
@@ -179,7 +182,7 @@ class Session:
 
     def _on_marker(self, kind, value):
         if kind == "begin":
-            self._inside = True
+            self._inside = self.begun = True
         elif self.ending is None:
             if not self._inside:  # the shell could not even say that it began; see `framing.framed`
                 self.capture.add(self.late.text()[0].encode())

@@ -166,11 +166,15 @@ class Shell:
             began = time.monotonic()
             late_exit_code = self._settle_behind()
             self._suspending = False
-            if not self._session.start(command, Capture(max_chars)):
-                self._spawn(self._session.cwd)
-                self._restarted = True
-                self._session.start(command, Capture(max_chars))
-            result = self._follow(began, timeout, hangup_fd, keep, quiet)
+            for _ in range(2):
+                if not self._session.start(command, Capture(max_chars)):
+                    self._spawn(self._session.cwd)
+                    self._restarted = True
+                    self._session.start(command, Capture(max_chars))
+                ending = self._follow(began + timeout, hangup_fd, keep, quiet)
+                if ending != "exited" or self._session.begun or self._resetting:
+                    break  # else bash was about to end, and has not got as far as the command
+            result = self._outcome(ending, began, keep)
             result["late_exit_code"] = late_exit_code
             return result
 
@@ -197,7 +201,7 @@ class Shell:
                     return result
                 self._check_input(data)
                 session.queue(data)
-                return self._follow(began, timeout, hangup_fd, True, quiet)
+                return self._outcome(self._follow(began + timeout, hangup_fd, True, quiet), began, True)
         finally:
             self._lock.release()
 
@@ -226,7 +230,8 @@ class Shell:
                 kept = session.capture, session.exit_code
                 write_private(report, "")
                 framed = "{ %s\n} >|%s </dev/null 2>/dev/null || \\builtin :" % (command, quoted(report))
-                session.start(framed, Capture(LATE_MAX_CHARS), ours=True)
+                if not session.start(framed, Capture(LATE_MAX_CHARS), ours=True):
+                    return None
                 ending = self._waiter.wait(session, time.monotonic() + timeout, heed=False)
                 if ending != "marker":
                     self._waiter.stop(session)
@@ -286,12 +291,14 @@ class Shell:
 
     # -- inside: a command's life ----------------------------------------------
 
-    def _follow(self, began, timeout, hangup_fd, keep, quiet):
-        """Wait for the running command and make its result."""
-        session = self._session
+    def _follow(self, deadline, hangup_fd, keep, quiet):
+        """Wait for the running command; how that ended."""
         self._behind = False
-        quiet = quiet if keep else None
-        ending = self._waiter.follow(session, began + timeout, hangup_fd, keep, quiet)
+        return self._waiter.follow(self._session, deadline, hangup_fd, keep, quiet if keep else None)
+
+    def _outcome(self, ending, began, keep):
+        """The result of the command that was waited for."""
+        session = self._session
         if ending in ("quiet", "input") or (ending == "timeout" and keep):
             self._behind = True
             result = self._running_result(session.capture, began)

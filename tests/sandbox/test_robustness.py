@@ -358,6 +358,13 @@ def test_a_shell_that_dies_between_commands_is_replaced_and_that_is_told(shell):
     assert (result.output, result.shell_restarted) == ("lost\n/usr\n", False)
 
 
+def test_a_command_that_a_shell_about_to_end_never_began_is_run_by_the_next_one(shell):
+    assert shell.bash("trap 'sleep 1' EXIT; exec </dev/null").exit_code == 0
+    result = shell.bash("echo run | tee -a once", timeout=60)
+    assert (result.output, result.exit_code, result.shell_restarted) == ("run\n", 0, True)
+    assert shell.bash("cat once").output == "run\n"
+
+
 def test_a_shell_that_logs_itself_out_is_replaced(shell):
     pid = shell.ping()["shell_pid"]
     shell.bash("TMOUT=1; X=1")
