@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -36,11 +36,13 @@ from sandbox.host_client import HostClient
 from sandbox.spec import SandboxSpec
 
 # -- the ways to a shell -------------------------------------------------------------------------------
-# Each returns `run(command) -> output`; what it starts ends with `stack`. All but ours and `apptainer_exec`
-# run on the machine itself, without a container.
+# Each returns `run(command) -> output`, or a TimedRun; what it starts ends with `stack`. All but ours and
+# `apptainer_exec` run on the machine itself, without a container.
 
 
 Run = Callable[[str], str]
+TimedRun = Callable[[str, float], tuple[str, float]]
+"""A command and a pause before it, in seconds → its output, and the seconds from the call to that."""
 
 LIMIT_S, MOST_LOOKS = 60.0, 1000
 BASH = ["bash", "--noprofile", "--norc", "--noediting"]
@@ -52,15 +54,43 @@ PS1 = "\n" + "\n".join(("<<<prompt", *FACTS, "prompt>>>")) + "\n"
 PROMPT = re.compile(r"<<<prompt\s+-?\d+.*?prompt>>>", re.DOTALL)
 
 
-def ours(stack: ExitStack, host: HostClient) -> Run:
+def timed(run: Run) -> TimedRun:
+    """As it is."""
+
+    def timed_run(command: str, pause_s: float) -> tuple[str, float]:
+        time.sleep(pause_s)
+        began = time.perf_counter()
+        output = run(command)
+        return output, time.perf_counter() - began
+
+    return timed_run
+
+
+def awaited(runner: asyncio.Runner, ask: Callable[[str], Awaitable[str]]) -> TimedRun:
+    """In a loop that runs, as a worker's does: to begin and end that for each command, with a handler of ^C,
+    takes about as long as the client's own work.
+    """
+
+    async def timed_ask(command: str, pause_s: float) -> tuple[str, float]:
+        time.sleep(pause_s)
+        began = time.perf_counter()
+        output = await ask(command)
+        return output, time.perf_counter() - began
+
+    return lambda command, pause_s: runner.run(timed_ask(command, pause_s))
+
+
+def ours(stack: ExitStack, host: HostClient) -> TimedRun:
     """The persistent shell of an Apptainer sandbox without network, from outside, as a worker calls it."""
     runner = stack.enter_context(asyncio.Runner())
     info = runner.run(host.start(SandboxSpec(runtime="apptainer")))
     client = SandboxClient(info.socket)
     stack.callback(lambda: runner.run(client.close()))
-    # Not `runner.run`: it arranges for ^C anew for each call, which takes a third as long as a command does,
-    # and a worker, whose loop runs on, does not.
-    return lambda command: runner.get_loop().run_until_complete(client.bash(command, LIMIT_S)).output
+
+    async def ask(command: str) -> str:
+        return (await client.bash(command, LIMIT_S)).output
+
+    return awaited(runner, ask)
 
 
 def host_pty(stack: ExitStack, env: dict[str, str]) -> Run:
@@ -84,30 +114,30 @@ def host_pty(stack: ExitStack, env: dict[str, str]) -> Run:
     return run
 
 
-def swe_rex(stack: ExitStack) -> Run:
+def swe_rex(stack: ExitStack) -> TimedRun:
     """SWE-ReX's LocalRuntime in this process, with its defaults: its HTTP server would add to it."""
     for name in ("rex-session", "rex-runtime", "quiet"):  # it reports each action on standard output
         logging.getLogger(name).setLevel(logging.CRITICAL)
     runtime = LocalRuntime(logger=logging.getLogger("quiet"))
     runner = stack.enter_context(asyncio.Runner())
 
-    def start() -> None:
+    async def start() -> None:
         # Its own limit for that is 1 s, too little for a loaded machine.
-        runner.run(runtime.create_session(CreateBashSessionRequest(startup_timeout=LIMIT_S)))
+        await runtime.create_session(CreateBashSessionRequest(startup_timeout=LIMIT_S))
 
-    def run(command: str) -> str:
+    async def ask(command: str) -> str:
         # It waits 0.1 s for its last prompt, whatever limit is set; a loaded machine may miss that, and the
         # session is lost then: a new one takes the command again, which medians do not see.
         while True:
             with suppress(CommandTimeoutError):
                 action = BashAction(command=command, timeout=LIMIT_S)
-                return runner.get_loop().run_until_complete(runtime.run_in_session(action)).output
-            runner.run(runtime.close_session(CloseBashSessionRequest()))
-            start()
+                return (await runtime.run_in_session(action)).output
+            await runtime.close_session(CloseBashSessionRequest())
+            await start()
 
     stack.callback(lambda: runner.run(runtime.close()))
-    start()
-    return run
+    runner.run(start())
+    return awaited(runner, ask)
 
 
 def pexpect_repl(stack: ExitStack) -> Run:
@@ -212,14 +242,14 @@ class Bench:
         env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "TERM": "dumb", "LANG": "C.UTF-8"}
         env["HOME"] = str(directory)
         self.looks: list[int] = []
-        self.methods: dict[str, Run] = {
+        self.methods: dict[str, TimedRun] = {
             "ours": ours(stack, host),
-            "tmux_polled": tmux_polled(Tmux(stack, directory / "polled", env), self.looks),
-            "tmux_wait_for": tmux_wait_for(Tmux(stack, directory / "awaited", env)),
+            "tmux_polled": timed(tmux_polled(Tmux(stack, directory / "polled", env), self.looks)),
+            "tmux_wait_for": timed(tmux_wait_for(Tmux(stack, directory / "awaited", env))),
             "swe_rex": swe_rex(stack),
-            "pexpect": pexpect_repl(stack),
-            "apptainer_exec": harness.PlainApptainer(directory / "exec").run,
-            "host_pty": host_pty(stack, env),
+            "pexpect": timed(pexpect_repl(stack)),
+            "apptainer_exec": timed(harness.PlainApptainer(directory / "exec").run),
+            "host_pty": timed(host_pty(stack, env)),
         }
         self.wrong = dict.fromkeys(self.methods, 0)
         for name in self.methods:
@@ -232,10 +262,8 @@ class Bench:
 
     def time(self, name: str, pause_s: float = 0.0, command: str = "echo hi", output: str = "hi") -> float:
         """Seconds that a command takes, after a pause; a wrong output is counted."""
-        outputs: list[str] = []
-        time.sleep(pause_s)
-        seconds = harness.timed(lambda: outputs.append(self.methods[name](command)))
-        self.wrong[name] += outputs[0].strip() != output
+        answer, seconds = self.methods[name](command, pause_s)
+        self.wrong[name] += answer.strip() != output
         return seconds
 
     def time_workload(self, count: int) -> dict[str, float]:
