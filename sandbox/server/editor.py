@@ -4,7 +4,6 @@ What a model does wrong is answered as text that tells it what to do instead (`o
 the sandbox.
 """
 
-import hashlib
 import os
 import threading
 
@@ -138,7 +137,7 @@ class Editor:
     def _undo_edit(self, path, request):
         before, after = self._history.last(path)
         current = read_regular(path, MAX_EDIT_BYTES + 1)[0] if os.path.exists(path) else None
-        if current is None or hashlib.sha256(current).digest() != after:
+        if current is None or _digest(current) != after:
             raise EditError(
                 "%s was changed by something else since the last edit; undoing it would lose that. Change it "
                 "back with str_replace" % path
@@ -218,7 +217,7 @@ class History:
     def add(self, path, before, after):
         """`before`: the old bytes, None where there was no file."""
         path = os.path.realpath(path)
-        self._edits.append((path, before, hashlib.sha256(after).digest()))
+        self._edits.append((path, before, _digest(after)))
         self._bytes += len(before or b"")
         own = self._of(path)
         if len(own) > UNDO_EDITS:
@@ -247,6 +246,12 @@ class History:
 
     def _forget(self, number):
         self._bytes -= len(self._edits.pop(number)[1] or b"")
+
+
+def _digest(content):
+    import hashlib  # it brings libcrypto, whose pages each clone of the template would have to map
+
+    return hashlib.sha256(content).digest()
 
 
 def _text(request, name, command):

@@ -6,7 +6,6 @@ Python, C code and child processes print keeps its order, a flood is slowed down
 filling memory, and nothing is lost. What is displayed, and that a cell is over, is told amid that, by events.
 """
 
-import asyncio
 import base64
 import faulthandler
 import itertools
@@ -178,6 +177,8 @@ def plain_system(shell):
 
 def make_client(ipython_dir, follow):
     """A client, and with it a kernel that is ready. `follow` is given the future of each cell."""
+    import asyncio  # here, for the server imports this module as well
+
     # ipykernel imports it for a debugger nobody attaches: a tenth of a second.
     absent = [name for name in ("debugpy",) if name not in sys.modules]
     sys.modules.update(dict.fromkeys(absent))
@@ -265,6 +266,8 @@ def main(requests_fd, image_directory, ipython_dir, nonce):
     for stream in (sys.stdout, sys.stderr):  # by line, so that a time-out shows what was printed so far
         stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
     faulthandler.enable()
+    import asyncio
+
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     client = make_client(ipython_dir, displays.follow)
