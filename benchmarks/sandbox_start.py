@@ -130,7 +130,7 @@ class Bench:
         files = self.cold.state
         file_system = subprocess.check_output(["stat", "-f", "-c", "%T", files], text=True).strip()
         in_memory = trees.usage(files, 1 << 62, 1 << 62)[0] if file_system == "tmpfs" else 0
-        pids = [info.pid for info in infos] + [template.ppid() for template in self._templates()]
+        pids = [info.pid for info in infos] + [template.pid for template in self._templates()]
         processes_mb = harness.memory_mb(pids, "pss")
         self._processes |= harness.family(info.pid for info in infos)
         counted = self.count()  # shows that what is not found at the end would have been

@@ -70,7 +70,8 @@ class Template:
         self._env, self._as_user = dict(env), as_user
         self.shown = {path: _identity(path) for path in shown}
         self._lock = threading.Lock()
-        self._process: subprocess.Popen | None = None
+        self._starter: subprocess.Popen | None = None
+        """Ends as soon as the template is a child of ours, and has begun its process group."""
         self._connection: socket.socket | None = None
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed with this object)
 
@@ -145,15 +146,17 @@ class Template:
 
     def _connected(self) -> socket.socket:
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
+            if self._connection is None or _has_ended(self._connection):
                 self._begin()
             assert self._connection is not None
             return self._connection
 
     def tidy(self) -> None:
         """Let nothing stay of one that has ended."""
-        process = self._process
-        if process is not None and process.poll() is not None:
+        connection, starter = self._connection, self._starter
+        if starter is not None:
+            starter.poll()
+        if connection is not None and _has_ended(connection):
             self.close()
 
     def close(self) -> None:
@@ -173,15 +176,24 @@ class Template:
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
             self._connection = None
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_S)
-            group = self._process.pid
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(group, signal.SIGKILL)  # what hangs, and what it had begun
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(END_S)
-            self._process = None
+        if self._starter is not None:
+            if not self._has_gone():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._starter.pid, signal.SIGKILL)  # what hangs, and what it had begun
+                self._has_gone()
+            self._starter.poll()
+            self._starter = None
+
+    def _has_gone(self) -> bool:
+        """Whether all of its process group, children of ours, end within a while; they are waited for."""
+        assert self._starter is not None
+        deadline = time.monotonic() + END_S
+        with contextlib.suppress(ChildProcessError):
+            while time.monotonic() < deadline:
+                if not os.waitpid(-self._starter.pid, os.WNOHANG)[0]:
+                    time.sleep(0.001)
+            return False
+        return True
 
     def _words(self) -> str:
         self._said.seek(0)
@@ -189,13 +201,13 @@ class Template:
 
     def _begin(self) -> None:
         self._end()
-        # A clone's parent ends at once, and it becomes a child of ours, whoever has started the template.
+        # What Apptainer has started ends at once, and its child, the template, becomes one of ours.
         seccomp.prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._said.seek(0)
         self._said.truncate()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
+            self._starter = subprocess.Popen(
                 self.command,
                 env=self._env,
                 stdin=theirs,
@@ -212,9 +224,16 @@ def _identity(path: Path) -> tuple[int, int]:
     return info.st_dev, info.st_ino
 
 
+def _has_ended(connection: socket.socket) -> bool:
+    """Whether nobody has its other end: the template says nothing over it."""
+    events = select.poll()  # not `select`, for a host has thousands of descriptors
+    events.register(connection, select.POLLIN)
+    return bool(events.poll(0))
+
+
 def _answer(ours: socket.socket, deadline: float, other: socket.socket | None = None) -> bytes:
     """What a clone says next; nothing when it has ended, or the `other` has. Raises TimeoutError."""
-    events = select.poll()  # not `select`, for a host has thousands of descriptors
+    events = select.poll()
     for source in filter(None, (ours, other)):
         events.register(source, select.POLLIN)
     ready = [fd for fd, _ in events.poll(max(deadline - time.monotonic(), 0) * 1000)]

@@ -14,8 +14,7 @@ overlay, points` as in `writable_root.py`, `binds` ((source, target, read-only),
 `start.py`). The answers are the new process's pid, and `entered` once all is mounted.
 """
 
-import _signal as signal  # their namesakes make enumerations, which takes longer than all of this
-import _socket
+import _socket  # its namesake makes enumerations, which takes longer than all of this
 import ctypes
 import fcntl
 import gc
@@ -28,9 +27,14 @@ import sys
 import seccomp
 import start
 import writable_root
-from writable_root import CLONE_NEWNS, MS_NODEV, MS_NOSUID, libc, require
+from writable_root import CLONE_NEWNS, CLONE_NEWUSER, MS_NODEV, MS_NOSUID, libc, require
 
+CLONE3, CLONE_PARENT, CLONE_CHILD_CLEARTID, CLONE_CHILD_SETTID = 435, 0x00008000, 0x00200000, 0x01000000
 CLONE_NEWIPC, CLONE_NEWPID, CLONE_NEWNET = 0x08000000, 0x20000000, 0x40000000
+CLONE_FLAGS = (CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWNET) | (
+    CLONE_PARENT | CLONE_CHILD_CLEARTID | CLONE_CHILD_SETTID
+)
+PR_GET_TID_ADDRESS = 40
 MS_NOEXEC, MS_REC, MS_PRIVATE, MNT_DETACH = 0x8, 0x4000, 0x40000, 2
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 OPEN_TREE, MOVE_MOUNT, OPENAT2, MOUNT_SETATTR = 428, 429, 437, 442
@@ -46,13 +50,17 @@ LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd
 MOST_BYTES = 1 << 18
 NAME = "sbx-template"
 """By which the host knows the orphans that these processes leave it (`containers.py`)."""
+USER = os.geteuid(), os.getegid()
+python = ctypes.PyDLL(None, use_errno=True)
+"""As `libc`, but Python's lock is kept: for what a fork takes."""
 REST = ("shell", "server", "kernel_life", "editor", "files", "state")
 """What the server imports later than its shell, for it takes time."""
 
 
 def main():
-    """Fork for each sandbox, until the socket is closed. What no first clone needs is imported after that."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that the kernel reaps
+    """Clone for each sandbox, until the socket is closed. What no first clone needs is imported after that."""
+    if os.fork():
+        os._exit(0)  # and Apptainer with us: what goes on is the host's child, and so are its clones
     with open("/proc/self/comm", "w") as file:
         file.write(NAME)  # of all clones, too
     rest = list(REST)
@@ -67,9 +75,16 @@ def main():
         fds = receive()
         if not fds:
             return
-        if os.fork() == 0:
-            be_clone(fds)
-        for fd in fds:
+        known, told = os.pipe()
+        try:
+            pid = clone()
+            if pid == 0:
+                be_clone(fds, known)
+            os.write(fds[0], b"%d" % pid)
+            os.write(told, b"k")
+        except OSError as error:
+            report(fds[2], "cannot be cloned: %s" % error)
+        for fd in (*fds, known, told):
             os.close(fd)
 
 
@@ -83,39 +98,54 @@ def receive():
     return [fd for _, _, data in messages for fd in struct.unpack("=3i", data)]
 
 
-def be_clone(fds):
-    """Fork once more, into the namespaces of a sandbox; tell who that is, and end. Does not return."""
+def clone():
+    """As `os.fork`, but into namespaces of the child's own, which is our parent's. Raises OSError."""
+    number = ctypes.c_ulong()
+    seccomp.prctl(PR_GET_TID_ADDRESS, ctypes.addressof(number))  # where the C library keeps the thread's
+    how = struct.pack("=8Q", CLONE_FLAGS, 0, number.value, 0, 0, 0, 0, 0)
+    python.PyOS_BeforeFork()
+    pid = python.syscall(CLONE3, how, len(how))
+    if pid == 0:
+        python.PyOS_AfterFork_Child()
+        return 0
+    error = ctypes.get_errno()
+    python.PyOS_AfterFork_Parent()
+    if pid < 0:
+        raise OSError(error, os.strerror(error))
+    return pid
+
+
+def be_clone(fds, known):
+    """Be a sandbox as soon as somebody has been told of it. Does not return."""
     try:
-        for target, fd in enumerate(fds):
+        for target, fd in enumerate((*fds, known)):
             os.dup2(fd, target)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-        host = _socket.socket(fileno=0)
-        request = marshal.loads(host.recv(MOST_BYTES))
-        start.prefer_us_when_memory_is_short()
-        writable_root.unshare(CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWNET)
-        known, told = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            os.close(told)
-            if os.read(known, 1):  # else nobody has been told, and it would be nobody's
-                be_sandbox(request, host)
-        else:
-            host.send(b"%d" % pid)
-            os.write(told, b"k")
+        os.closerange(len(fds) + 1, os.sysconf("SC_OPEN_MAX"))
+        if os.read(len(fds), 1):  # else it would be nobody's
+            host = _socket.socket(fileno=0)
+            be_sandbox(marshal.loads(host.recv(MOST_BYTES)), host)
+    except SystemExit as error:
+        report(2, str(error))
     except BaseException as error:  # it must not go on as if it were the template
-        if isinstance(error, SystemExit):
-            os.write(2, str(error).encode(errors="replace"))
-        else:
-            sys.__excepthook__(type(error), error, error.__traceback__)
+        sys.__excepthook__(type(error), error, error.__traceback__)
     finally:
         os._exit(1)
 
 
+def report(fd, text):
+    """Say it to the host, if that still listens."""
+    try:
+        os.write(fd, text.encode(errors="replace"))
+    except OSError:
+        pass
+
+
 def be_sandbox(request, host):
     """Be the first process of a sandbox, and its server. Returns when that has ended."""
+    writable_root.keep_names(*USER)
+    start.prefer_us_when_memory_is_short()
     os.setsid()
     os.umask(0o022)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     enter(request)
     raise_loopback()
     drop_capabilities()
