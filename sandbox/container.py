@@ -147,8 +147,7 @@ class Container:
     def _start(self, on_start: Any, command: list[str]) -> socket.socket:
         """Known as soon as it runs, for whoever waits for that may have given up. A socket to its input."""
         on_start(self)
-        self._write_config()
-        self.process, stdin = self.runtime.start(self.launch, command)
+        self.process, stdin = self.runtime.start(self.launch, command, self._config())
         self.pid = self.process.pid
         return stdin
 
@@ -165,7 +164,8 @@ class Container:
             os.close(self.file_system)
             self.file_system = None
 
-    def _write_config(self) -> None:
+    def _config(self) -> bytes:
+        """What `server/start.py` is told."""
         places, launch = self.runtime.places(self.launch), self.launch
         config = {
             "directory": places.private,
@@ -182,9 +182,7 @@ class Container:
                 *payload.loader(launch.interpreter, places.interpreter),
                 f"{places.interpreter}/bin/bash",
             ]
-        path = launch.scratch / "private" / "config"
-        path.write_bytes(marshal.dumps(config, MARSHAL_VERSION))
-        self._give(path)
+        return marshal.dumps(config, MARSHAL_VERSION)
 
     def _shell_env(self) -> dict[str, str]:
         """What the image declares, below what a shell needs that nobody watches. A UTF-8 locale only where

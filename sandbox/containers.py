@@ -156,7 +156,7 @@ class Containers:
             self._payload,
             kind.rootfs,
             kind.network,
-            self.equipment.interpreter(runtime, kind.rootfs),
+            kind.interpreter,
             kind.binds,
             kind.limits,
         )

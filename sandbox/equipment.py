@@ -36,6 +36,7 @@ class Equipment:
         writable = tuple(place.path for place in config.binds if place.writable)
         self.images = ImageStore(policy=ImagePolicy(config.image_roots, self._closed, writable))
         self._runtimes: dict[str, Runtime] = {}
+        self._interpreters: dict[Path, Path] = {}
         self._probing = asyncio.Lock()
         # Threads of their own, so that what takes long delays nothing but its like.
         self._unpacking = ThreadPoolExecutor(UNPACKING_THREADS, "unpacking")
@@ -53,10 +54,10 @@ class Equipment:
         runtime = await self.runtime(spec.runtime)
         if bound and runtime.name == "local-unsafe":
             raise SandboxRequestError("binds need a container; local-unsafe has none")
-        rootfs = await asyncio.get_running_loop().run_in_executor(
-            self._unpacking, self._rootfs, spec.image, runtime
+        roots = await asyncio.get_running_loop().run_in_executor(
+            self._unpacking, self._roots, spec.image, runtime
         )
-        return Kind(spec.image, spec.runtime, rootfs, spec.network, limits, bound, spec.ipython), runtime
+        return Kind(spec.image, spec.runtime, *roots, spec.network, limits, bound, spec.ipython), runtime
 
     def _check_runtime(self, name: str) -> None:
         """Which runtimes there are is the deployment's choice. Raises NotAllowed."""
@@ -104,19 +105,25 @@ class Equipment:
                 return None
             raise
 
-    def interpreter(self, runtime: Runtime, rootfs: Path | None) -> Path | None:
-        """Our own Python for the server, from the base image; None where the machine's `usr` is shown.
+    def _roots(self, image: str, runtime: Runtime) -> tuple[Path | None, Path | None]:
+        rootfs = self._rootfs(image, runtime)
+        return rootfs, self.interpreter(runtime, rootfs, rootfs if image == "base" else None)
+
+    def interpreter(self, runtime: Runtime, rootfs: Path | None, base: Path | None = None) -> Path | None:
+        """Our own Python for the server, from the base image (`base`, where that is known to be it); None
+        where the machine's `usr` is shown.
 
         Raises ImageError where there is none: a task's image never takes its place.
         """
         if not runtime.needs_image or rootfs is None:
             return None
-        base = self.images.rootfs("base", runtime.run_as)
-        interpreter = payload.find_interpreter(base)
+        base = base or self.images.rootfs("base", runtime.run_as)
+        interpreter = self._interpreters.get(base) or payload.find_interpreter(base)
         if interpreter is None:
             raise ImageError(
                 f"image 'base' ({base}) has no Python that could run the server; run deploy/setup/image.sh"
             )
+        self._interpreters[base] = interpreter
         return interpreter
 
     def hold_images(self, container: Container) -> None:

@@ -14,6 +14,8 @@ SOCKET_PATH_MAX = 107
 
 NOBODY = 65534
 
+_REPOSITORY = Path(__file__).resolve().parent.parent
+
 Identity = tuple[int, int]
 """Device and inode: what a place is, whatever its names, for a mount may show it under two."""
 
@@ -21,7 +23,7 @@ Identity = tuple[int, int]
 def rollout_home() -> Path:
     """What the set-up scripts installed: `ROLLOUT_HOME`, else `.local` in the repository."""
     value = os.environ.get("ROLLOUT_HOME")
-    return Path(value).resolve() if value else Path(__file__).resolve().parent.parent / ".local"
+    return Path(value).resolve() if value else _REPOSITORY / ".local"
 
 
 def state_dir() -> Path:
@@ -118,12 +120,13 @@ def overlap(path: Path, places: Iterable[Path]) -> Path | None:
 
 def _line(path: Path) -> list[Identity | str]:
     """The path, links resolved, and all above it, nearest first."""
-    path = path.resolve()
+    place, above = os.path.realpath(path), None  # without what `pathlib` costs, for each start looks
     identities: list[Identity | str] = []
-    for place in (path, *path.parents):
+    while place != above:
         try:
-            info = place.stat()
+            info = os.stat(place)  # noqa: PTH116
             identities.append((info.st_dev, info.st_ino))
         except OSError:
-            identities.append(str(place))
+            identities.append(place)
+        place, above = os.path.dirname(place), place  # noqa: PTH120
     return identities

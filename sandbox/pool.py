@@ -40,6 +40,8 @@ class Kind:
     runtime: str
     """As asked for."""
     rootfs: Path | None
+    interpreter: Path | None
+    """See `Launch`."""
     network: str
     limits: Limits
     binds: tuple[Bind, ...]

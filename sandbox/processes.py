@@ -65,9 +65,12 @@ def children(pid: int) -> list[int]:
         return children_of_all().get(pid, [])
     pids: list[int] = []
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # one that has ended
-                pids += map(int, (thread / "children").read_text().split())
+        for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
+            with (
+                contextlib.suppress(FileNotFoundError, ProcessLookupError),  # one that has ended
+                open(f"/proc/{pid}/task/{thread}/children", "rb", 0) as file,  # noqa: PTH123
+            ):
+                pids += map(int, file.read().split())
     return pids
 
 

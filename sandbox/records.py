@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import msgspec
 
 from sandbox import processes
 from sandbox.spec import Limits, SandboxInfo, SandboxSpec
+
+PAGE_BYTES = 4096
 
 
 @dataclasses.dataclass
@@ -46,16 +49,25 @@ class Record:
 
 
 class Records:
-    """The directory of records. Each write replaces the file as a whole."""
+    """The directory of records. Each write replaces the whole content."""
 
     def __init__(self, directory: Path):
         self._directory = directory
 
     def write(self, record: Record) -> None:
-        """Write it; a reader sees the old one or the new one."""
-        path = self._path(record.id)
+        """Write it; who comes after us sees the old one or the new one."""
+        content, path = msgspec.json.encode(record), self._path(record.id)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            content = content.ljust(os.fstat(file).st_size)
+            if len(content) <= PAGE_BYTES:  # of which a process that is killed has written all or nothing
+                os.pwrite(file, content, 0)
+                return
+        finally:
+            os.close(file)
+        # ext4 has a file on the disk before it lets it take another one's name.
         temporary = path.with_suffix(".new")
-        temporary.write_bytes(msgspec.json.encode(record))
+        temporary.write_bytes(content)
         temporary.rename(path)
 
     def remove(self, sandbox_id: str) -> None:

@@ -14,7 +14,7 @@ NETWORKS = ("none", "host")
 class _Json:
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types, one key a field."""
-        return dataclasses.asdict(self)  # type: ignore[call-overload]
+        return msgspec.to_builtins(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:

@@ -115,10 +115,10 @@ class ImageCache:
 
     def key_of(self, path: Path) -> str | None:
         """The key of the tree that `path` is or lies in; None if it is not in the cache."""
-        for base in (self.directory, self.directory.resolve()):
-            if path.is_relative_to(base) and path != base:
-                name = path.relative_to(base).parts[0]
-                return name if KEY.fullmatch(name) else None
+        base = self.directory if path.is_relative_to(self.directory) else self.directory.resolve()
+        if path.is_relative_to(base) and path != base:
+            name = path.relative_to(base).parts[0]
+            return name if KEY.fullmatch(name) else None
         return None
 
     # -- use -----------------------------------------------------------------------------

@@ -71,13 +71,15 @@ class Apptainer(Runtime):
         behind = [] if self._upper != OURS else [*_writable_root(launch), *self._mount(launch, binds), "--"]
         return [*behind, *self._exec(launch, binds, command)]
 
-    def start(self, launch: Launch, command: list[str]) -> tuple[subprocess.Popen | Clone, socket.socket]:
+    def start(
+        self, launch: Launch, command: list[str], config: bytes
+    ) -> tuple[subprocess.Popen | Clone, socket.socket]:
         """A clone of the template where that can be: what is shown in it lies in what the template shows."""
         if self._upper != OURS:
             self._refuse_links(launch)
         elif template := self._template_of(launch):
             try:
-                started = template.clone(self._request(launch))
+                started = template.clone(self._request(launch, config))
                 self._failures = 0
                 return started
             except SandboxStartError as error:
@@ -85,7 +87,7 @@ class Apptainer(Runtime):
                 self._failures += 1
                 if self._failures >= MOST_FAILURES:
                     self._not_before, self._failures = time.monotonic() + PAUSE_S, 0
-        return super().start(launch, command)
+        return super().start(launch, command, config)
 
     def _template_of(self, launch: Launch) -> Template | None:
         """The node's one template, if it can serve this sandbox: of an image in the cache, without binds."""
@@ -95,12 +97,14 @@ class Apptainer(Runtime):
         if any(place.parent != cache for place in (launch.rootfs, interpreter.parent)):
             return None
         with self._starting:
-            if time.monotonic() < self._not_before or not all(map(self._can_show, (cache, launch.state))):
+            if time.monotonic() < self._not_before:
                 return None
             if self._template is None or not self._template.is_current():
                 self.close()
-                environment = _environment(launch.make_home_of_template(self.run_as))
                 shown, user = (launch.state, cache), self.as_user()
+                if not all(map(self._can_show, shown)):
+                    return None
+                environment = _environment(launch.make_home_of_template(self.run_as))
                 self._template = Template(self._exec_template(launch, shown), environment, shown, **user)
             return self._template
 
@@ -108,14 +112,13 @@ class Apptainer(Runtime):
         closed = not os.access(path, os.X_OK) if self.run_as is None else paths.closed_to_others(path)
         return not closed and not set(":,") & set(str(path))
 
-    def _request(self, launch: Launch) -> bytes:
+    def _request(self, launch: Launch, config: bytes) -> bytes:
         binds = self.all_binds(launch)
         lower, overlay, *points = self._mount(launch, binds)
         shown = [(str(bind.source), bind.target, bind.read_only) for bind in binds]
         if self._owns_switches:
             shown.append((SWITCHES, SWITCHES, True))
         request = {"lower": lower, "overlay": overlay, "points": [*points, "/dev"], "binds": shown}
-        config = (launch.scratch / "private" / "config").read_bytes()
         return marshal.dumps({**request, "config": config}, MARSHAL_VERSION)
 
     @property

@@ -58,7 +58,7 @@ REST = ("shell", "server", "kernel_life", "editor", "files", "state")
 
 
 def main():
-    """Clone for each sandbox, until the socket is closed. What no first clone needs is imported after that."""
+    """Clone for each sandbox, until the socket is closed; what no first clone needs is imported after it."""
     if os.fork():
         os._exit(0)  # and Apptainer with us: what goes on is the host's child, and so are its clones
     with open("/proc/self/comm", "w") as file:

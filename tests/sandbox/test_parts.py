@@ -304,7 +304,7 @@ def test_an_image_with_a_link_where_our_code_is_mounted_is_refused_where_it_cann
         runtime = RUNTIMES["apptainer"]()
         runtime._upper = upper
         with pytest.raises(errors.SandboxStartError, match=f"link at /{place},"):
-            runtime.start(launch, ["true"])
+            runtime.start(launch, ["true"], b"")
 
 
 def test_limits_go_to_the_runtime_only_where_cgroups_work(tmp_path):

@@ -80,7 +80,7 @@ class Ahead:
 
     @staticmethod
     def kind(image: str) -> Kind:
-        return Kind(image, "apptainer", None, "none", Limits(), ())
+        return Kind(image, "apptainer", None, None, "none", Limits(), ())
 
     async def _boot(self, kind: Kind) -> Container:
         self.starts.append((kind.image, self.now))

@@ -30,6 +30,7 @@ from tests.helpers.stack import wait_until
 
 pytestmark = pytest.mark.apptainer
 SPEC = SandboxSpec(runtime="apptainer")
+CONFIG = marshal.dumps({"walls": True, "binds": []}, 2)
 END_S = 20.0
 
 
@@ -192,9 +193,6 @@ class Node:
             interpreter=self.rootfs / "usr",
         )
         launch.make_directories(self.runtime.run_as)
-        config = launch.scratch / "private" / "config"
-        config.write_bytes(marshal.dumps({"walls": True, "binds": []}, 2))
-        config.chmod(0o644)
         return launch
 
     def clone(self, launch: Launch | None = None) -> tuple[Clone, socket.socket]:
@@ -202,7 +200,7 @@ class Node:
         launch = launch or self.launch()
         template = self.runtime._template_of(launch)
         assert template is not None
-        return template.clone(self.runtime._request(launch))
+        return template.clone(self.runtime._request(launch, CONFIG))
 
 
 @pytest.fixture
@@ -308,7 +306,7 @@ def test_where_none_can_be_cloned_sandboxes_start_without_one(node, caplog):
     """A kernel that gives a container no namespaces: it is tried a few times, and then left alone a while."""
     node.change("    number = ctypes", '    raise OSError("no namespace")\n    number = ctypes')
     for _ in range(MOST_FAILURES + 1):
-        process, stdin = node.runtime.start(node.launch(), ["true"])
+        process, stdin = node.runtime.start(node.launch(), ["true"], CONFIG)
         with process, stdin:
             assert isinstance(process, subprocess.Popen) and process.wait(60) == 0
     assert caplog.text.count("without a template: cannot be cloned: no namespace") == MOST_FAILURES
@@ -318,7 +316,7 @@ def test_one_that_cannot_be_started_again_costs_nobody_a_sandbox(node):
     node.clone()[1].close()
     os.kill(template_of(node.state), signal.SIGKILL)
     node.runtime._template.command = ["/bin/false"]
-    process, stdin = node.runtime.start(node.launch(), ["true"])
+    process, stdin = node.runtime.start(node.launch(), ["true"], CONFIG)
     with process, stdin:
         assert isinstance(process, subprocess.Popen) and process.wait(60) == 0
 
