@@ -16,6 +16,7 @@ import queue
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 import warnings  # noqa: F401 (`os.execvpe` imports it: after a fork amid another thread's import, never)
@@ -205,9 +206,10 @@ def serve(config, shell, loader, listener, key):
     python = config["python"]
     programs = Programs(shell, ipython, directory, workspace, env, limits, python, loader, threads.call)
     server = Server(shell, ipython, programs, workspace, key, env)
-    later = threading.Timer(LOAD_REST_S, server.load_rest)
-    later.daemon = True
-    later.start()
+    if "files" not in sys.modules:  # else this is a clone, where it takes no time when it is needed
+        later = threading.Timer(LOAD_REST_S, server.load_rest)
+        later.daemon = True
+        later.start()
     poller = select.poll()
     for source in (listener, threads):
         poller.register(source, select.POLLIN)
