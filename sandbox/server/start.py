@@ -76,8 +76,9 @@ def prefer_us_when_memory_is_short():
     Nor can such a process itself. Of equals the kernel takes the largest, which is not the server.
     """
     try:
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write("1000")
+        file = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        os.write(file, b"1000")
+        os.close(file)
     except OSError:
         pass  # a machine without it; nothing depends on it
 

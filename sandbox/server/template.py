@@ -5,8 +5,8 @@
 It runs in a container of Apptainer's that shows the places in which sandboxes and images lie, and holds
 nothing of any request: for each sandbox it is handed three descriptors and forks. The child reads what is
 asked for by itself, puts itself into namespaces of its own, and makes there of the image what Apptainer makes
-of it else, before anything of a tenant runs. Then it is the server. STATE, the host's directory, only tells
-people whose it is.
+of it else, before anything of a tenant runs. Then it is the server. In STATE, the host's directory, we have
+one of our own.
 
 Standard input is a socket over which the descriptors come. A clone runs on when it is closed, or the template
 ends. A request is a dict as `marshal` writes it, the first message on a clone's standard input: `lower,
@@ -47,12 +47,15 @@ CAPABILITY_VERSION, MOST_CAPABILITIES = 0x20080522, 64
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 DEVICES = ("null", "zero", "random", "urandom", "tty")
 LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx"}
+POINTS = ("workspace", "home/sandbox", "sys/devices/system/cpu", "run/sbx", "sbx", "sbx-python")
+BENEATH = "beneath"
+"""A directory with these, which each image lies on: what it lacks need not be made for each sandbox."""
 MOST_BYTES = 1 << 18
 NAME = "sbx-template"
 """By which the host knows the orphans that these processes leave it (`containers.py`)."""
 USER = os.geteuid(), os.getegid()
-python = ctypes.PyDLL(None, use_errno=True)
-"""As `libc`, but Python's lock is kept: for what a fork takes."""
+locked_libc = ctypes.PyDLL(None, use_errno=True)
+"""With Python's lock, which the child then has as well."""
 REST = ("shell", "server", "kernel_life", "editor", "files", "state")
 """What the server imports later than its shell, for it takes time."""
 
@@ -63,6 +66,9 @@ def main():
         os._exit(0)  # and Apptainer with us: what goes on is the host's child, and so are its clones
     with open("/proc/self/comm", "w") as file:
         file.write(NAME)  # of all clones, too
+    os.chdir(os.path.join(sys.argv[1], "template"))
+    for point in POINTS:
+        os.makedirs(os.path.join(BENEATH, point), mode=0o755, exist_ok=True)
     rest = list(REST)
     seccomp.assembled()
     while True:
@@ -99,19 +105,16 @@ def receive():
 
 
 def clone():
-    """As `os.fork`, but into namespaces of the child's own, which is our parent's. Raises OSError."""
+    """As `os.fork`, but into namespaces of the child's own, which is our parent's. Raises OSError.
+
+    What Python does after a fork is for the sake of other threads. There are none, and to do it takes longer.
+    """
     number = ctypes.c_ulong()
     seccomp.prctl(PR_GET_TID_ADDRESS, ctypes.addressof(number))  # where the C library keeps the thread's
     how = struct.pack("=8Q", CLONE_FLAGS, 0, number.value, 0, 0, 0, 0, 0)
-    python.PyOS_BeforeFork()
-    pid = python.syscall(CLONE3, how, len(how))
-    if pid == 0:
-        python.PyOS_AfterFork_Child()
-        return 0
-    error = ctypes.get_errno()
-    python.PyOS_AfterFork_Parent()
+    pid = locked_libc.syscall(CLONE3, how, len(how))
     if pid < 0:
-        raise OSError(error, os.strerror(error))
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return pid
 
 
@@ -165,7 +168,7 @@ def enter(request):
     trees = [(taken(source, read_only), target) for source, target, read_only in request["binds"]]
     devices = [(taken("/dev/" + name), "/dev/" + name) for name in DEVICES]
     outside = os.open("/", os.O_PATH)
-    root = writable_root.mount(request["lower"], request["overlay"])
+    root = writable_root.mount(request["lower"], request["overlay"], BENEATH)
     places = writable_root.make_points(root, request["points"])
     os.chroot(root)
     os.chdir("/")
