@@ -45,6 +45,7 @@ PARALLEL_STARTS = 2 * (os.cpu_count() or 1)  # measured: more only makes each st
 REMOVING_THREADS = 2
 MOST_ENDING = 16  # beyond, who ends one waits for it: sandboxes must not come faster than they go
 SETUP_TIMEOUT_S = 10.0
+REFILL_AFTER_S = 0.02
 ORPHANS = "sbx-template"  # `NAME` of server/template.py
 FATES_KEPT = 1000
 COUNTS = (
@@ -96,7 +97,9 @@ class Containers:
                 self.counts["failed"] += 1
                 raise
             finally:
-                self.pool.asked(kind, 0 if spec.snapshot else None)
+                # Once the asker has it and its first command is done, for which others would compete.
+                again = asyncio.get_running_loop().call_later
+                again(REFILL_AFTER_S, self.pool.asked, kind, 0 if spec.snapshot else None)
             self.counts["started"] += 1
             self.counts["claimed_warm"] += info.warm
             return info
@@ -118,14 +121,18 @@ class Containers:
     async def _boot_warm(self, kind: Kind) -> Container:
         spec = SandboxSpec(image=kind.image, runtime=kind.runtime, network=kind.network)
         try:
-            container = await self._boot_new(kind, await self.equipment.runtime(kind.runtime), spec)
+            runtime = await self.equipment.runtime(kind.runtime)
+            container = await self._boot_new(kind, runtime, spec, rehearse=True)
         except BaseException:
             self.counts["failed"] += 1
             raise
         self._write_record(container)
         return container
 
-    async def _boot_new(self, kind: Kind, runtime: Runtime, spec: SandboxSpec) -> Container:
+    async def _boot_new(
+        self, kind: Kind, runtime: Runtime, spec: SandboxSpec, rehearse: bool = False
+    ) -> Container:
+        """`rehearse`: have it carry out a command that does nothing, for the first takes longest."""
         self._waiting += 1
         try:
             await self._start_slots.acquire()
@@ -139,6 +146,8 @@ class Containers:
                 await self.snapshots.fill(container)
                 await container.boot(self.equipment.hold_images, self._write_record)
                 self.counts["cloned"] += isinstance(container.process, Clone)
+                if rehearse:
+                    await self._ask(container, {"op": "setup", "env": {}})
                 if kind.ipython:
                     await self._ask(container, {"op": "ipython_warm"})
             except BaseException:
@@ -176,8 +185,10 @@ class Containers:
             container.spec = spec
             container.deadline = now() + spec.max_lifetime_s
             container.put_files(spec.files)
-            if spec.env or warm:  # a warm one has to show that it is alive
+            if spec.env:
                 await self._ask(container, {"op": "setup", "env": spec.env})
+            elif warm:  # it has to show that it is alive
+                await self._ask(container, {"op": "ping"})
             await self.snapshots.restore(container)
             if container.is_over():
                 raise SandboxStartError(f"sandbox {container.id} ended as soon as it was ready")
