@@ -58,6 +58,8 @@ locked_libc = ctypes.PyDLL(None, use_errno=True)
 """With Python's lock, which the child then has as well."""
 REST = ("shell", "server", "kernel_life", "editor", "files", "state")
 """What the server imports later than its shell, for it takes time."""
+REST_AFTER_S = 0.2
+"""The first clone, for which somebody waits, has the processors for half of it; the next ones for less."""
 
 
 def main():
@@ -69,10 +71,11 @@ def main():
     os.chdir(os.path.join(sys.argv[1], "template"))
     for point in POINTS:
         os.makedirs(os.path.join(BENEATH, point), mode=0o755, exist_ok=True)
-    rest = list(REST)
+    rest, pause = list(REST), REST_AFTER_S
     seccomp.assembled()
     while True:
-        if rest and not select.select([0], [], [], 0)[0]:
+        if rest and not select.select([0], [], [], pause)[0]:
+            pause = 0
             __import__(rest.pop(0))
             if not rest:
                 gc.collect()
@@ -92,6 +95,7 @@ def main():
             report(fds[2], "cannot be cloned: %s" % error)
         for fd in (*fds, known, told):
             os.close(fd)
+        pause /= 2
 
 
 def receive():
