@@ -26,7 +26,6 @@ from sandbox.spec import Limits, SandboxInfo, SandboxSpec
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
-MARSHAL_VERSION = 2  # every Python reads it, whatever its own is
 KILL_ROUND_S = 0.05
 KILL_ROUNDS = 100
 STDERR_TAIL_CHARS = 2000
@@ -182,7 +181,7 @@ class Container:
                 *payload.loader(launch.interpreter, places.interpreter),
                 f"{places.interpreter}/bin/bash",
             ]
-        return marshal.dumps(config, MARSHAL_VERSION)
+        return marshal.dumps(config, 2)  # every Python reads that version
 
     def _shell_env(self) -> dict[str, str]:
         """What the image declares, below what a shell needs that nobody watches. A UTF-8 locale only where

@@ -26,7 +26,6 @@ from sandbox.server import writable_root
 log = logging.getLogger(__name__)
 
 SWITCHES = "/proc/sys"
-MARSHAL_VERSION = 2  # every Python reads it, whatever its own is
 OURS, THEIRS, MEMORY = "an overlay with userxattr", "Apptainer's own overlay", "a tmpfs"
 """What keeps the changes to an image; directories of it can only be removed under ours."""
 
@@ -119,7 +118,7 @@ class Apptainer(Runtime):
         if self._owns_switches:
             shown.append((SWITCHES, SWITCHES, True))
         request = {"lower": lower, "overlay": overlay, "points": [*points, "/dev"], "binds": shown}
-        return marshal.dumps({**request, "config": config}, MARSHAL_VERSION)
+        return marshal.dumps({**request, "config": config}, 2)  # every Python reads that version
 
     @property
     def _owns_switches(self) -> bool:

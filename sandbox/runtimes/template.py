@@ -172,28 +172,19 @@ class Template:
 
     def _end(self) -> None:
         if self._connection is not None:
-            # At which it ends. It is closed with its last user: its number would be another's else.
+            # Whoever waits for it hears so. It is closed with its last user: its number would be another's.
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
             self._connection = None
         if self._starter is not None:
-            if not self._has_gone():
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._starter.pid, signal.SIGKILL)  # what hangs, and what it had begun
-                self._has_gone()
+            group, deadline = self._starter.pid, time.monotonic() + END_S
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it has none any more
+                os.killpg(group, signal.SIGKILL)  # what hangs, and what it had begun
+                while time.monotonic() < deadline:
+                    if not os.waitpid(-group, os.WNOHANG)[0]:
+                        time.sleep(0.001)
             self._starter.poll()
             self._starter = None
-
-    def _has_gone(self) -> bool:
-        """Whether all of its process group, children of ours, end within a while; they are waited for."""
-        assert self._starter is not None
-        deadline = time.monotonic() + END_S
-        with contextlib.suppress(ChildProcessError):
-            while time.monotonic() < deadline:
-                if not os.waitpid(-self._starter.pid, os.WNOHANG)[0]:
-                    time.sleep(0.001)
-            return False
-        return True
 
     def _words(self) -> str:
         self._said.seek(0)
@@ -226,14 +217,14 @@ def _identity(path: Path) -> tuple[int, int]:
 
 def _has_ended(connection: socket.socket) -> bool:
     """Whether nobody has its other end: the template says nothing over it."""
-    events = select.poll()  # not `select`, for a host has thousands of descriptors
-    events.register(connection, select.POLLIN)
-    return bool(events.poll(0))
+    with contextlib.suppress(TimeoutError):
+        return not _answer(connection, 0.0)
+    return False
 
 
 def _answer(ours: socket.socket, deadline: float, other: socket.socket | None = None) -> bytes:
     """What a clone says next; nothing when it has ended, or the `other` has. Raises TimeoutError."""
-    events = select.poll()
+    events = select.poll()  # not `select`, for a host has thousands of descriptors
     for source in filter(None, (ours, other)):
         events.register(source, select.POLLIN)
     ready = [fd for fd, _ in events.poll(max(deadline - time.monotonic(), 0) * 1000)]

@@ -40,13 +40,6 @@ def _escaped(path: str) -> str:
     return path.replace("\\", "\\\\").replace(",", "\\,").replace(":", "\\:")
 
 
-def unshare() -> None:
-    """Go into a user and a mount namespace of this process's own, with the same user."""
-    user, group = os.geteuid(), os.getegid()
-    require(libc.unshare(CLONE_NEWUSER | CLONE_NEWNS), "no user namespace")
-    keep_names(user, group)
-
-
 def keep_names(user: int, group: int) -> None:
     """Be who this process was before it came into its user namespace."""
     _write("/proc/self/setgroups", "deny")
@@ -173,7 +166,9 @@ def main() -> None:
     end = sys.argv.index("--")
     lower, overlay, *points = sys.argv[1:end]
     program = sys.argv[end + 1 :]
-    unshare()
+    user, group = os.geteuid(), os.getegid()
+    require(libc.unshare(CLONE_NEWUSER | CLONE_NEWNS), "no user namespace")
+    keep_names(user, group)
     forbid_user_namespaces(but=1)  # the container's; none is made inside of that
     make_points(mount(lower, overlay), points)
     os.execv(program[0], program)
