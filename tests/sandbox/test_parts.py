@@ -20,6 +20,7 @@ import pytest
 from sandbox import check, connection, errors, paths, payload
 from sandbox.client import SandboxClient
 from sandbox.images import ImageStore, squashfs_offset
+from sandbox.records import Record, Records
 from sandbox.runtimes import RUNTIMES, select_runtime
 from sandbox.runtimes.apptainer import MEMORY, THEIRS
 from sandbox.runtimes.base import Bind, Launch
@@ -366,3 +367,11 @@ def test_between_fork_and_exec_the_server_imports_nothing():
 )
 def test_what_is_isolated_is_told_before_what_is_not(missing, text):
     assert check.told(missing).endswith(text)
+
+
+def test_a_record_is_read_as_it_was_written_last_however_long_it_was_before(tmp_path):
+    records = Records(tmp_path)
+    for size in (10, 3000, 20, 9000, 30):
+        record = Record("0badc0de", "apptainer", None, "boot", spec=SandboxSpec(files={"f": size * "x"}))
+        records.write(record)
+        assert records.all() == [record]

@@ -340,6 +340,15 @@ def mounts_of(process: Clone) -> list[str]:
     return [line.split()[4] for line in Path(f"/proc/{process.pid}/mountinfo").read_text().splitlines()]
 
 
+def test_what_an_image_lacks_is_made_once_for_all(node):
+    launch = node.launch(node.image())
+    process, stdin = node.clone(launch)
+    assert {"/workspace", "/run/sbx", "/sbx"} <= set(mounts_of(process))
+    assert not (launch.scratch / "overlay/upper/workspace").exists()
+    stdin.close()
+    assert ends(process)
+
+
 @pytest.mark.parametrize("leads_to", ["/proc/self/fd/9/bin", "/sbx-python/bin", "/run"])
 def test_no_link_of_an_image_leads_to_what_the_server_is_made_of(node, leads_to):
     """Through descriptors of the process that mounts, too: the image has directories of these names."""
