@@ -11,7 +11,6 @@ loses its parent comes to it, and there is no other init, in which a process cou
 which it could act under no filter of system calls.
 """
 
-import gc
 import os
 import queue
 import select
@@ -211,7 +210,6 @@ def serve(config, shell, loader, listener, key):
         later = threading.Timer(LOAD_REST_S, server.load_rest)
         later.daemon = True
         later.start()
-    gc.enable()
     poller = select.poll()
     for source in (listener, threads):
         poller.register(source, select.POLLIN)

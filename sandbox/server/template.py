@@ -72,7 +72,6 @@ def main():
     for point in POINTS:
         os.makedirs(os.path.join(BENEATH, point), mode=0o755, exist_ok=True)
     rest, pause = list(REST), REST_AFTER_S
-    gc.disable()  # until all is imported (`server.py`): nothing of it is garbage
     seccomp.assembled()
     while True:
         if rest and not select.select([0], [], [], pause)[0]:
