@@ -78,12 +78,14 @@ def family(pids: Iterable[int]) -> set[psutil.Process]:
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """User and system seconds that these processes and their children have used so far."""
+    """User and system seconds that these processes and their children have used so far, also those of children
+    that have ended and were waited for, such as those in which Redis writes its file anew.
+    """
     total = 0.0
     for process in family(pids):
         with suppress(psutil.NoSuchProcess):
             times = process.cpu_times()
-            total += times.user + times.system
+            total += times.user + times.system + times.children_user + times.children_system
     return total
 
 
