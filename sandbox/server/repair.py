@@ -32,10 +32,12 @@ def _write_over(path, data):
     # Not emptied first: of what was, ext4 brings the new content to the disk before `close` returns.
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
-        size = len(data)
+        size, info = len(data), os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
+            raise OSError("another kind of file")
         while data:
             data = data[os.write(fd, data) :]
-        if os.fstat(fd).st_size != size:  # to write its size anew takes longer than to look
+        if info.st_size > size:  # to write its size anew takes longer than to look
             os.ftruncate(fd, size)
     finally:
         os.close(fd)

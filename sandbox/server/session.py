@@ -273,7 +273,7 @@ class Session:
         """Whether something in the foreground certainly does. Nothing while there is some: a worker of the
         kernel hands over what was typed and wakes who reads, on a loaded machine much later.
         """
-        if self._on_slave(lambda slave: select.select([slave], [], [], 0)[0]):  # has it done that first
+        if self._on_slave(_has_input):
             return False
         return proc.waits_for_terminal(self.foreground(), self.terminal)
 
@@ -289,3 +289,10 @@ class Session:
         self.end_process()
         self._await_exit()
         self._process.fileobj.close()
+
+
+def _has_input(slave):
+    """Whether some is to be read; what was typed is handed over first."""
+    poller = select.poll()  # not `select`, for the server may have more than 1024 descriptors
+    poller.register(slave, select.POLLIN)
+    return bool(poller.poll(0))

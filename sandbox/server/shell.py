@@ -293,8 +293,10 @@ class Shell:
 
     def _follow(self, deadline, hangup_fd, keep, quiet):
         """Wait for the running command; how that ended."""
+        self._behind = True  # should the wait fail
+        ending = self._waiter.follow(self._session, deadline, hangup_fd, keep, quiet if keep else None)
         self._behind = False
-        return self._waiter.follow(self._session, deadline, hangup_fd, keep, quiet if keep else None)
+        return ending
 
     def _outcome(self, ending, began, keep):
         """The result of the command that was waited for."""

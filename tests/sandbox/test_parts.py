@@ -6,6 +6,7 @@ import asyncio
 import base64
 import errno
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -30,6 +31,8 @@ from sandbox.spec import Limits, SandboxInfo, SandboxSpec
 from tests.helpers.sandboxes import new_state, server_modules
 from tests.helpers.stack import wait_until
 
+MANY = 1100
+"""Descriptors: more than `select` knows."""
 SETUP = Path(__file__).resolve().parents[2] / "deploy" / "setup"
 
 
@@ -337,6 +340,56 @@ def test_nobody_waits_for_input_while_there_is_some_unread(tmp_path, monkeypatch
             assert session.waits_for_input()
         finally:
             session.kill()
+
+
+def test_a_server_with_very_many_descriptors_still_tells_who_waits_for_input(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = max(soft, MANY + 100)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, max(most, hard)))
+    place, kept = str(tmp_path), [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while kept[-1] < MANY:
+            kept.append(os.dup(kept[0]))
+        with server_modules("bash", "session") as (bash, module):
+            session = module.Session(bash.Bash(["bash"], place, dict(os.environ), place), place, place)
+            try:
+                wait_until(lambda: session.read() == "marker", 60, "bash to be ready")
+                assert session.start("read -r line", module.Capture(1000))
+                wait_until(session.waits_for_input, 60, "bash to wait for a line")
+            finally:
+                session.kill()
+    finally:
+        for descriptor in kept:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_pipe_in_the_place_of_our_file_is_replaced_also_by_an_empty_one(tmp_path):
+    path = tmp_path / "aside"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # else it could not be opened for writing
+    try:
+        with server_modules("repair") as (repair,):
+            repair.write_private(str(path), "")
+            assert path.is_file()
+            for text in ("long", "", "more"):
+                repair.write_private(str(path), text)
+                assert path.read_text() == text
+    finally:
+        os.close(reader)
+
+
+def test_a_command_whose_wait_failed_is_not_typed_over(tmp_path, monkeypatch):
+    with server_modules("shell", "waiting", "errors") as (module, waiting, errors):
+        shell = module.Shell(str(tmp_path), dict(os.environ), str(tmp_path), own_namespace=False)
+        monkeypatch.setattr(waiting.Waiter, "wait", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            shell.run("read -r line; echo $line", 5, keep=True)
+        monkeypatch.undo()
+        with pytest.raises(errors.RequestError, match="still running"):
+            shell.run("echo hi", 5)
+        assert shell.send_input(b"typed\n", 60)["output"] == "typed\n"
+        shell.close()
 
 
 def test_between_fork_and_exec_the_server_imports_nothing():
