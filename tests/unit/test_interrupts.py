@@ -22,7 +22,9 @@ from tests.helpers.stack import wait_until
 from workers import task as task_module
 from workers.held import CANCEL, LOST, SHUTDOWN, Held
 from workers.process import FREED_S, WorkerProcess
-from workers.stage import work
+from workers.wave import in_turn
+
+TASK = SimpleNamespace(request=SimpleNamespace(id="t", root_id="t"))
 
 
 @pytest.fixture
@@ -49,8 +51,8 @@ class Run:
         store = SimpleNamespace(finish=lambda claim, outcome: self.finished.append(outcome) or "entered")
         store.decide = lambda claim, outcome: self.is_ours
         self.process = SimpleNamespace(loop=loop, store=store, let_go=lambda held: None)
-        self.process.stopping = threading.Event()
-        self.process.run = lambda held, work: WorkerProcess.run(self.process, held, work)
+        self.process.stopping, self.process.consumer = threading.Event(), None
+        self.names: dict[str, str] = {}
 
     async def clean_up(self):
         self.while_cleaning()
@@ -66,7 +68,7 @@ def test_before_its_first_step_it_is_handed_on_and_cleaned_up(loop, monkeypatch,
     async def body(run):
         raise AssertionError("it was interrupted before")
 
-    outcome = task_module._run_stage(run.process, None, run, body)
+    outcome = task_module._run_stage(run.process, TASK, run, body)
     assert outcome.next == entered
     assert run.finished == [outcome]
     assert run.released == 1
@@ -76,7 +78,7 @@ def test_of_what_is_somebody_elses_by_now_nothing_is_released(loop, monkeypatch)
     run = Run(loop, CANCEL)
     run.is_ours = False
     monkeypatch.setattr(task_module, "_after", lambda *args: args[-2:])
-    assert task_module._run_stage(run.process, None, run, None) == (LOST, None)
+    assert task_module._run_stage(run.process, TASK, run, None) == (LOST, None)
     assert (run.finished, run.released) == ([], 0)
 
 
@@ -89,7 +91,7 @@ def test_while_it_cleans_up_its_outcome_stands(loop, monkeypatch):
     async def body(run):
         return done
 
-    assert task_module._run_stage(run.process, None, run, body) == done
+    assert task_module._run_stage(run.process, TASK, run, body) == done
     assert run.released == 1
 
 
@@ -100,7 +102,8 @@ def test_while_it_works_it_ends(loop):
         run.held.interrupt(CANCEL)
         await asyncio.sleep(60)
 
-    assert run.process.run(run.held, work(run, body)).next == "cancelled"
+    doing = asyncio.run_coroutine_threadsafe(in_turn(run.process, TASK.request, run, body), loop)
+    assert doing.result()[1].next == "cancelled"
 
 
 def test_what_the_loop_cancels_arrives_as_the_error_that_is_caught(loop):
@@ -115,10 +118,10 @@ def test_what_the_loop_cancels_arrives_as_the_error_that_is_caught(loop):
 def test_only_a_task_of_a_full_worker_has_celery_ask_at_its_end(others, asks):
     hub = Mock()
     process = SimpleNamespace(consumer=SimpleNamespace(hub=hub), services=SimpleNamespace(slots=2))
-    process._lock, process._tasks, process._turn_soon = threading.Lock(), others, None
+    process._lock, process.tasks, process._turn_soon = threading.Lock(), others, None
     with WorkerProcess.slot(process):
         assert not hub.mock_calls
-    assert (bool(hub.mock_calls), process._tasks) == (asks, others)
+    assert (bool(hub.mock_calls), process.tasks) == (asks, others)
 
 
 def test_when_it_ends_celery_looks_for_the_next_message_before_its_loop_would_turn(monkeypatch):
@@ -140,10 +143,10 @@ def test_when_it_ends_celery_looks_for_the_next_message_before_its_loop_would_tu
                 raise redis.ConnectionError("away")
 
         process = Process(consumer=SimpleNamespace(hub=hub), services=SimpleNamespace(slots=2))
-        process._lock, process._tasks, process._turns_at = threading.Lock(), 1, 0.0
+        process._lock, process.tasks, process._turns_at = threading.Lock(), 1, 0.0
         monkeypatch.setattr(task_module.processes, "current", lambda: process)
         with pytest.raises(Ignore):
-            task_module.run_stage(SimpleNamespace(request=SimpleNamespace(id="t")), Stage.INIT, None)
+            task_module.run_stage(TASK, Stage.INIT, None)
         wait_until(lambda: turns[-1] >= process.asked_at + FREED_S, 8, "it to turn once the slot is free")
     finally:
         hub.stop()
