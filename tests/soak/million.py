@@ -128,21 +128,28 @@ class Million:
         """Go on until all have ended and are forgotten, or the time is over."""
         ledger, tenth = self.ledger, -(-self.ledger.total // self.options.rests)
         ledger.set(pieces=ledger.state["pieces"] + 1)
-        while ledger.count < ledger.total and time.monotonic() < self.until:
-            goal = min(ledger.total, (len(ledger.state["rests"]) + 1) * tenth)
-            self.trainer.limit = goal
-            if not self._work():
-                break
-            if ledger.count >= goal:
-                self._rest()
-        self.trainer.stopping.set()
+        try:
+            while ledger.count < ledger.total and time.monotonic() < self.until:
+                goal = min(ledger.total, (len(ledger.state["rests"]) + 1) * tenth)
+                self.trainer.limit = goal
+                if not self._work():
+                    break
+                if ledger.count >= goal:
+                    self._rest()
+        finally:
+            self.trainer.stopping.set()
+            self._note_growth()
         if self.trainer.failure:
             raise self.trainer.failure
+
+    def _note_growth(self) -> None:
+        """Of a piece, also one that is stopped: the end over what it was once warm. The most counts."""
+        growth = self.ledger.state["growth"]
         for kind, values in self.memory.items():
-            if tenth := len(values) // 10:  # the end over what it was once warm; the most of all pieces
+            if tenth := len(values) // 10:
                 ratio = statistics.median(values[-tenth:]) / statistics.median(values[tenth : 2 * tenth])
-                ledger.state["growth"][kind] = max(round(ratio, 3), ledger.state["growth"].get(kind, 0.0))
-        ledger.set(seconds=time.monotonic() - self.began)
+                growth[kind] = max(round(ratio, 3), growth.get(kind, 0.0))
+        self.ledger.set(seconds=time.monotonic() - self.began)
 
     def _work(self) -> bool:
         """Break things until what is to be submitted has ended; False: nothing has for too long."""
