@@ -17,10 +17,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from sandbox import paths, payload
+from sandbox import paths, payload, trees
 from sandbox.errors import RuntimeUnavailable, SandboxStartError
 from sandbox.runtimes.base import PROCESSORS, Bind, Launch, Places, Runtime
-from sandbox.runtimes.template import Clone, Template
+from sandbox.runtimes.template import Clone, NotMounted, Template
 from sandbox.server import writable_root
 
 log = logging.getLogger(__name__)
@@ -77,13 +77,17 @@ class Apptainer(Runtime):
         if self._upper != OURS:
             self._refuse_links(launch)
         elif template := self._template_of(launch):
+            overlay = launch.scratch / "overlay"
+            is_filled = (overlay / "upper").exists()  # by a snapshot
             try:
                 started = template.clone(self._request(launch, config))
                 self._failures = 0
                 return started
             except SandboxStartError as error:
                 log.warning("sandbox %s is started without a template: %s", launch.id, error)
-                self._failures += 1
+                for layer in () if is_filled else ("upper", "work"):
+                    trees.remove(overlay / layer)  # the clone may have begun to make it
+                self._failures += not isinstance(error, NotMounted)  # which is one tenant's affair
                 if self._failures >= MOST_FAILURES:
                     self._not_before, self._failures = time.monotonic() + PAUSE_S, 0
         return super().start(launch, command, config)

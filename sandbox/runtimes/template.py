@@ -28,6 +28,10 @@ PR_SET_CHILD_SUBREAPER = 36
 MOST_WORDS = 2000
 
 
+class NotMounted(SandboxStartError):
+    """A clone says so of its image; nothing is wrong with the template."""
+
+
 class Clone:
     """A child of ours that another process has started, as a container needs it of `subprocess.Popen`."""
 
@@ -140,9 +144,9 @@ class Template:
         try:
             answer = _answer(ours, time.monotonic() + MOUNT_S)
         except TimeoutError as error:
-            raise SandboxStartError(f"its image was not mounted after {MOUNT_S:g} s") from error
+            raise NotMounted(f"its image was not mounted after {MOUNT_S:g} s") from error
         if answer != b"entered":
-            raise SandboxStartError(_words(err) or "it has ended before all was mounted")
+            raise NotMounted(_words(err) or "it has ended before all was mounted")
 
     def _connected(self) -> socket.socket:
         with self._lock:

@@ -172,8 +172,12 @@ def enter(request):
     trees = [(taken(source, read_only), target) for source, target, read_only in request["binds"]]
     devices = [(taken("/dev/" + name), "/dev/" + name) for name in DEVICES]
     outside = os.open("/", os.O_PATH)
-    root = writable_root.mount(request["lower"], request["overlay"], BENEATH)
-    places = writable_root.make_points(root, request["points"])
+    lower, overlay, points = request["lower"], request["overlay"], request["points"]
+    # No link may lead to what is put beneath the image; and somebody may have cleaned that away.
+    links = any(has_links(layer, points) for layer in (lower, overlay + "/upper") if os.path.exists(layer))
+    beneath = [BENEATH] if os.path.isdir(BENEATH) and not links else []
+    root = writable_root.mount(lower, overlay, *beneath)
+    places = writable_root.make_points(root, points)
     os.chroot(root)
     os.chdir("/")
     writable_root.add_user()  # while all that lies here is the image's
@@ -200,6 +204,19 @@ def enter(request):
     require(libc.umount2(here, MNT_DETACH), "the old root stays")
     os.chdir("/")
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+
+
+def has_links(layer, points):
+    """Whether an image, or what an agent has made of one, has a link at one of these places or above."""
+    seen = {"/"}
+    for point in points:
+        path = point.lstrip("=")
+        while path not in seen:
+            if os.path.islink(layer + path):
+                return True
+            seen.add(path)
+            path = os.path.dirname(path)
+    return False
 
 
 def taken(source, read_only=None):

@@ -127,6 +127,7 @@ GROUPS = (
                 "NodeShort",
                 "NotAllowed",
                 "NotListening",
+                "NotMounted",
                 "RuntimeUnavailable",
             ),
             *("SandboxAhead", "SandboxError", "SandboxGone", "SandboxRequestError", "SandboxStartError"),

@@ -19,7 +19,7 @@ from sandbox import paths, payload, processes, trees
 from sandbox.containers import _reap_again
 from sandbox.errors import SandboxStartError
 from sandbox.images import ImageStore
-from sandbox.runtimes import Launch
+from sandbox.runtimes import Launch, Runtime
 from sandbox.runtimes import template as template_module
 from sandbox.runtimes.apptainer import MOST_FAILURES, Apptainer
 from sandbox.runtimes.template import ANSWER_S, Clone
@@ -397,5 +397,73 @@ def test_the_sandboxes_user_has_a_name_where_the_image_knows_none(node, before):
     else:
         line = f"sandbox:x:{number}:{number}::/home/sandbox:/bin/sh"
         assert written.read_text().splitlines() == [*(before or "").splitlines(), line]
+    stdin.close()
+    assert ends(process)
+
+
+@pytest.mark.parametrize(
+    ("link", "leads_to"),
+    [("home", "sbx"), ("home/sandbox", "../sys/devices"), ("var/tmp", "/workspace")],
+)
+def test_no_link_leads_to_what_lies_beneath_an_image(node, link, leads_to):
+    """Where it leads is not there, in the image: so a directory takes its place."""
+    image = node.image()
+    (image / link).parent.mkdir(exist_ok=True)
+    (image / link).symlink_to(leads_to)
+    process, stdin = node.clone(node.launch(node.own(image)))
+    mounts = mounts_of(process)
+    assert {"/home/sandbox", "/var/tmp", "/run/sbx"} <= set(mounts) and len(mounts) == len(set(mounts))
+    stdin.close()
+    assert ends(process)
+
+
+def test_no_link_of_an_earlier_agent_leads_to_what_lies_beneath_its_image(node):
+    launch = node.launch()
+    upper = launch.scratch / "overlay/upper"
+    upper.mkdir()
+    (upper / "home").symlink_to("sbx")
+    node.own(upper)
+    process, stdin = node.clone(launch)
+    assert "/home/sandbox" in mounts_of(process)
+    stdin.close()
+    assert ends(process)
+
+
+def test_what_a_clone_says_of_its_image_costs_no_other_one_the_template(node, caplog):
+    """It starts without one, with nothing in its overlay of what the clone had begun."""
+    end = '    if "/0000000" in request["overlay"]:\n        raise SystemExit("no such image")\n'
+    node.change("    os.chroot(root)\n", f"{end}    os.chroot(root)\n")
+    for _ in range(MOST_FAILURES + 1):
+        launch = node.launch(node.image())
+        left = launch.scratch / "overlay/upper/home"
+        process, stdin = node.runtime.start(launch, ["/bin/sh", "-c", "exit 7"], CONFIG)
+        with process, stdin:
+            assert isinstance(process, subprocess.Popen) and process.wait(60) == 7
+        assert left.is_dir()  # made by the way that knows of nothing beneath
+    assert caplog.text.count("without a template: no such image") == MOST_FAILURES + 1
+
+
+@pytest.mark.parametrize("is_snapshots", [False, True])
+def test_what_a_clone_has_begun_is_removed_but_not_what_a_snapshot_holds(node, monkeypatch, is_snapshots):
+    node.change("    os.chroot(root)\n", '    raise SystemExit("no such image")\n')
+    launch, seen = node.launch(), []
+    if is_snapshots:
+        (launch.scratch / "overlay/upper/kept").mkdir(parents=True)
+        node.own(launch.scratch / "overlay/upper")
+    monkeypatch.setattr(
+        Runtime, "start", lambda *_: seen.append(sorted((launch.scratch / "overlay").rglob("*")))
+    )
+    node.runtime.start(launch, ["true"], CONFIG)
+    names = [path.name for path in seen[0]]
+    assert ("kept" in names) == is_snapshots and (names == ["merged"]) != is_snapshots
+
+
+def test_one_that_has_lost_what_lies_beneath_images_does_without(node):
+    node.clone()[1].close()
+    template = template_of(node.state)
+    trees.remove(node.state / "template/beneath")
+    process, stdin = node.clone(node.launch(node.image()))
+    assert {"/workspace", "/run/sbx", "/sbx"} <= set(mounts_of(process))
+    assert template_of(node.state) == template
     stdin.close()
     assert ends(process)
