@@ -132,7 +132,7 @@ class Containers:
     async def _boot_new(
         self, kind: Kind, runtime: Runtime, spec: SandboxSpec, rehearse: bool = False
     ) -> Container:
-        """`rehearse`: have it carry out a command that does nothing, for the first takes longest."""
+        """`rehearse`: have one exchange with its server, for the first takes longest."""
         self._waiting += 1
         try:
             await self._start_slots.acquire()

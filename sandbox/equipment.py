@@ -118,7 +118,9 @@ class Equipment:
         if not runtime.needs_image or rootfs is None:
             return None
         base = base or self.images.rootfs("base", runtime.run_as)
-        interpreter = self._interpreters.get(base) or payload.find_interpreter(base)
+        interpreter = self._interpreters.get(base)
+        if interpreter is None or not os.path.exists(f"{interpreter}/bin/python3"):  # noqa: PTH110
+            interpreter = payload.find_interpreter(base)
         if interpreter is None:
             raise ImageError(
                 f"image 'base' ({base}) has no Python that could run the server; run deploy/setup/image.sh"

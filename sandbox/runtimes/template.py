@@ -36,7 +36,7 @@ class Clone:
     """A child of ours that another process has started, as a container needs it of `subprocess.Popen`."""
 
     def __init__(self, pid: int, stdout: int, stderr: int) -> None:
-        self.pid = pid
+        self.pid, self._started = pid, processes.start_time(pid) or 0
         self.stdout, self.stderr = os.fdopen(stdout, "rb", 0), os.fdopen(stderr, "rb", 0)
         self.returncode: int | None = None
 
@@ -46,7 +46,7 @@ class Clone:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
             except ChildProcessError:  # not ours yet, or somebody else has waited for it
-                self.returncode = None if processes.start_time(self.pid) else 0
+                self.returncode = None if processes.is_alive(self.pid, self._started) else 0
                 return self.returncode
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
@@ -54,8 +54,7 @@ class Clone:
 
     def end(self) -> None:
         """End it, and wait for that a little."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)  # it is there: nobody else waits for a child of ours
+        processes.send_to(self.pid, self._started)
         deadline = time.monotonic() + END_S
         while self.poll() is None and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -161,7 +160,7 @@ class Template:
         if starter is not None:
             starter.poll()
         if connection is not None and _has_ended(connection):
-            self.close()
+            self._give_up(connection)
 
     def close(self) -> None:
         """End it; the clones run on."""
@@ -183,6 +182,7 @@ class Template:
         if self._starter is not None:
             group, deadline = self._starter.pid, time.monotonic() + END_S
             with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it has none any more
+                os.waitpid(-group, os.WNOHANG)  # where none of it is ours, the number is another's by now
                 os.killpg(group, signal.SIGKILL)  # what hangs, and what it had begun
                 while time.monotonic() < deadline:
                     if not os.waitpid(-group, os.WNOHANG)[0]:

@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 
 from sandbox import paths, payload, processes, trees
+from sandbox.config import HostConfig
 from sandbox.containers import _reap_again
-from sandbox.errors import SandboxStartError
+from sandbox.equipment import Equipment
+from sandbox.errors import ImageError, SandboxStartError
 from sandbox.images import ImageStore
 from sandbox.runtimes import Launch, Runtime
 from sandbox.runtimes import template as template_module
@@ -237,6 +239,108 @@ def test_nothing_runs_before_its_pid_is_known(node):
     assert process.poll() is None and processes.is_init(process.pid)
     stdin.close()
     assert ends(process)
+
+
+def test_one_that_is_given_up_ends_none_that_has_begun(node):
+    """Although that has only just been forked; and none is signalled that has its number by then."""
+    wait = '    while not os.path.exists("go-on"):\n        select.select([], [], [], 0.01)\n'
+    node.change("    writable_root.keep_names(", f"{wait}    writable_root.keep_names(")
+    clones: list[tuple[Clone, socket.socket]] = []
+    asking = threading.Thread(target=lambda: clones.append(node.clone()))
+    asking.start()
+
+    def has_begun() -> bool:
+        pids = [pid for pid in processes_of(node.state) if processes.is_init(pid)]
+        return any(os.getsid(pid) == pid for pid in pids)
+
+    wait_until(has_begun, END_S, "a clone")
+    node.runtime._template.close()
+    (node.state / "template/go-on").touch()
+    asking.join()
+    ((process, stdin),) = clones
+    assert process.poll() is None
+    stdin.close()
+    assert ends(process)
+
+
+def test_no_other_process_is_ended_in_the_place_of_a_clone():
+    """One that has its pid, when the clone has ended and somebody has waited for it."""
+    command = ["sh", "-c", "sleep 600 & echo $!; wait"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) as parent:
+        try:
+            pid = int(parent.stdout.readline())
+            clone = Clone(pid, *os.pipe())
+            clone._started -= 1  # the clone had begun before it
+            clone.end()
+            assert clone.returncode is not None and processes.start_time(pid) is not None
+        finally:
+            os.killpg(parent.pid, signal.SIGKILL)
+
+
+def test_a_newer_one_is_not_ended_for_the_end_of_an_older_one(node, monkeypatch):
+    node.clone()[1].close()
+    template = node.runtime._template
+    stopped = template_of(node.state)
+    has_ended = template_module._has_ended
+
+    def and_another_has_begun(connection: socket.socket) -> bool:
+        monkeypatch.setattr(template_module, "_has_ended", has_ended)
+        os.kill(stopped, signal.SIGKILL)
+        wait_until(lambda: has_ended(connection), END_S, "its end")
+        node.clone()[1].close()
+        return True
+
+    monkeypatch.setattr(template_module, "_has_ended", and_another_has_begun)
+    template.tidy()
+    assert template._connection is not None and template_of(node.state) != stopped
+
+
+WITHOUT_CLONE3 = """    import seccomp
+    seccomp._assembled[False] = struct.pack(
+        "=HBBIHBBIHBBIHBBI", 0x20, 0, 0, 0, 0x15, 0, 1, 435, 0x06, 0, 0, 0x50000 | 38, 0x06, 0, 0, 0x7FFF0000
+    )
+    seccomp.load()
+    seccomp._assembled.clear()
+    if locked_libc.syscall(435, None, 0) != -1 or ctypes.get_errno() != 38:
+        os._exit(9)
+    seccomp.assembled()
+"""
+
+
+def test_a_filter_that_knows_no_clone3_is_no_obstacle(node):
+    """As that of Docker, in which a node may run."""
+    node.change("    seccomp.assembled()\n", WITHOUT_CLONE3)
+    process, stdin = node.clone()
+    assert process.poll() is None and processes.is_init(process.pid)
+    stdin.close()
+    assert ends(process)
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o077])
+def test_whatever_the_hosts_umask_is_a_sandboxs_is_the_same(node, mask):
+    before = os.umask(mask)
+    try:
+        process, stdin = node.clone()
+    finally:
+        os.umask(before)
+    beneath = node.state / "template/beneath"
+    assert {path.stat().st_mode & 0o777 for path in (beneath, *beneath.rglob("*"))} == {0o755}
+    assert "Umask:\t0022\n" in Path(f"/proc/{process.pid}/status").read_text()
+    stdin.close()
+    assert ends(process)
+
+
+def test_a_base_image_that_lost_its_python_says_so(node):
+    """Which it had when the host looked first."""
+    base = node.image()
+    for name in ("bin/python3", "lib/python3.11/os.py", "lib/x86_64-linux-gnu/ld-linux-x86-64.so.2"):
+        (base / "usr" / name).parent.mkdir(parents=True, exist_ok=True)
+        (base / "usr" / name).touch()
+    equipment = Equipment(node.state, HostConfig())
+    assert equipment.interpreter(node.runtime, base, base) == base / "usr"
+    (base / "usr/bin/python3").unlink()
+    with pytest.raises(ImageError, match="no Python that could run the server; run deploy"):
+        equipment.interpreter(node.runtime, base, base)
 
 
 DIE_SECOND = """SEEN = []
