@@ -77,16 +77,16 @@ class Apptainer(Runtime):
         if self._upper != OURS:
             self._refuse_links(launch)
         elif template := self._template_of(launch):
-            overlay = launch.scratch / "overlay"
-            is_filled = (overlay / "upper").exists()  # by a snapshot
+            layers = [launch.scratch / "overlay" / name for name in ("upper", "work")]
+            to_make = [layer for layer in layers if not layer.exists()]  # else it is a snapshot's
             try:
                 started = template.clone(self._request(launch, config))
                 self._failures = 0
                 return started
             except SandboxStartError as error:
                 log.warning("sandbox %s is started without a template: %s", launch.id, error)
-                for layer in () if is_filled else ("upper", "work"):
-                    trees.remove(overlay / layer)  # the clone may have begun to make it
+                for layer in to_make:
+                    trees.remove(layer)
                 self._failures += not isinstance(error, NotMounted)  # which is one tenant's affair
                 if self._failures >= MOST_FAILURES:
                     self._not_before, self._failures = time.monotonic() + PAUSE_S, 0

@@ -23,6 +23,7 @@ import os
 import select
 import struct
 import sys
+from itertools import accumulate
 
 import seccomp
 import start
@@ -117,8 +118,7 @@ def clone():
     """
     number = ctypes.c_ulong()
     seccomp.prctl(PR_GET_TID_ADDRESS, ctypes.addressof(number))  # where the C library keeps the thread's
-    # Not `clone3`, to which Docker's filter answers ENOSYS. The number is the fourth argument or the fifth;
-    # the other one is not looked at. The signal at the end is that of the template's own.
+    # Docker's filter knows no `clone3`. The number is the fourth argument or the fifth, by machine.
     none, call = ctypes.c_long(0), ctypes.c_long(CLONE[os.uname().machine])
     pid = locked_libc.syscall(call, ctypes.c_long(CLONE_FLAGS), none, none, number, number)
     if pid < 0:
@@ -211,15 +211,8 @@ def enter(request):
 
 def has_links(layer, points):
     """Whether an image, or what an agent has made of one, has a link at one of these places or above."""
-    seen = {"/"}
-    for point in points:
-        path = point.lstrip("=")
-        while path not in seen:
-            if os.path.islink(layer + path):
-                return True
-            seen.add(path)
-            path = os.path.dirname(path)
-    return False
+    places = {place for point in points for place in accumulate(point.lstrip("=").split("/"), os.path.join)}
+    return any(os.path.islink(os.path.join(layer, place)) for place in places)
 
 
 def taken(source, read_only=None):
