@@ -2,57 +2,31 @@
 
 from __future__ import annotations
 
-import marshal
 import os
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from sandbox import paths, payload, processes, trees
+from sandbox import processes
 from sandbox.config import HostConfig
-from sandbox.containers import _reap_again
 from sandbox.equipment import Equipment
 from sandbox.errors import ImageError, SandboxStartError
-from sandbox.images import ImageStore
-from sandbox.runtimes import Launch, Runtime
 from sandbox.runtimes import template as template_module
-from sandbox.runtimes.apptainer import MOST_FAILURES, Apptainer
+from sandbox.runtimes.apptainer import MOST_FAILURES
 from sandbox.runtimes.template import ANSWER_S, Clone
 from sandbox.spec import SandboxInfo, SandboxSpec
 from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
-from tests.helpers.sandboxes import leftovers, new_state, small_image
+from tests.helpers.sandboxes import leftovers
 from tests.helpers.stack import wait_until
+from tests.helpers.templates import CONFIG, END_S, ends, processes_of, template_of
 
 pytestmark = pytest.mark.apptainer
 SPEC = SandboxSpec(runtime="apptainer")
-CONFIG = marshal.dumps({"walls": True, "binds": []}, 2)
-END_S = 20.0
-
-
-def processes_of(state: Path) -> list[int]:
-    """The templates that belong to a host's directory, and their clones."""
-    pids = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                command = (entry / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if command[-3:-1] == [b"/sbx/template.py", f"{state}/".encode()]:
-                pids.append(int(entry.name))
-    return pids
-
-
-def template_of(state: Path) -> int:
-    (pid,) = [pid for pid in processes_of(state) if not processes.is_init(pid)]
-    return pid
 
 
 def works(info) -> bool:
@@ -150,87 +124,6 @@ def test_clones_cannot_tell_of_each_other(state):
         ]
     for info in infos:
         host.release(info.id)
-
-
-class Node:
-    """What starts containers on a node, with a payload of its own that a test may change."""
-
-    def __init__(self, state: Path) -> None:
-        state.chmod(0o711)
-        self.runtime = Apptainer()
-        self.runtime.run_as = paths.sandbox_user()
-        self.rootfs = ImageStore().rootfs("base", self.runtime.run_as)
-        self.payload = payload.stage(state)
-        self.state, self._number = state, 0
-        self.images: list[Path] = []
-
-    def change(self, old: str, new: str) -> None:
-        """Have the template do something else."""
-        program = self.payload / "template.py"
-        text = program.read_text()
-        assert old in text
-        program.write_text(text.replace(old, new))
-
-    def image(self) -> Path:
-        """An image in the cache with nothing but a shell and a few programs."""
-        place = Path(tempfile.mkdtemp(prefix="of-a-test-", dir=self.rootfs.parent))
-        self.images.append(place)
-        place.chmod(0o755)
-        return self.own(small_image(place, os.getuid()))
-
-    def own(self, image: Path) -> Path:
-        """Give all of it to the sandboxes' user."""
-        owner = os.getuid() if self.runtime.run_as is None else self.runtime.run_as
-        subprocess.run(["chown", "-hR", f"{owner}:{owner}", image], check=True)
-        return image
-
-    def launch(self, rootfs: Path | None = None) -> Launch:
-        """One that would wait for its listening socket."""
-        self._number += 1
-        launch = Launch(
-            f"{self._number:08x}",
-            self.state,
-            self.payload,
-            rootfs or self.rootfs,
-            interpreter=self.rootfs / "usr",
-        )
-        launch.make_directories(self.runtime.run_as)
-        return launch
-
-    def clone(self, launch: Launch | None = None) -> tuple[Clone, socket.socket]:
-        """A process that waits for its listening socket, and the socket over which it would come."""
-        launch = launch or self.launch()
-        template = self.runtime._template_of(launch)
-        assert template is not None
-        return template.clone(self.runtime._request(launch, CONFIG))
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    """Nothing may be left of it, zombies included."""
-    before, zombies = set(processes.children(os.getpid())), set()
-    state = new_state()
-    node = Node(state)
-
-    def is_clean() -> bool:
-        nonlocal zombies
-        zombies = _reap_again(zombies)
-        return not processes_of(state) and set(processes.children(os.getpid())) <= before
-
-    try:
-        yield node
-        node.runtime.close()
-        wait_until(is_clean, END_S, "the end of all")
-    finally:
-        for place in (state, *node.images):
-            trees.remove(place)
-
-
-def ends(process: Clone) -> bool:
-    wait_until(lambda: process.poll() is not None, END_S, "its end")
-    process.stdout.close()
-    process.stderr.close()
-    return True
 
 
 def test_nothing_runs_before_its_pid_is_known(node):
@@ -423,151 +316,3 @@ def test_one_that_cannot_be_started_again_costs_nobody_a_sandbox(node):
     process, stdin = node.runtime.start(node.launch(), ["true"], CONFIG)
     with process, stdin:
         assert isinstance(process, subprocess.Popen) and process.wait(60) == 0
-
-
-def test_an_image_that_cannot_be_mounted_leaves_nothing(node):
-    broken = node.image()
-    launch = node.launch(broken)
-    trees.remove(broken)
-    broken.write_text("")
-    with pytest.raises(SandboxStartError, match="overlay"):
-        node.clone(launch)
-    broken.unlink()
-    node.images.remove(broken)
-    process, stdin = node.clone()
-    stdin.close()
-    assert ends(process)
-
-
-def mounts_of(process: Clone) -> list[str]:
-    """Where something is mounted inside."""
-    return [line.split()[4] for line in Path(f"/proc/{process.pid}/mountinfo").read_text().splitlines()]
-
-
-def test_what_an_image_lacks_is_made_once_for_all(node):
-    launch = node.launch(node.image())
-    process, stdin = node.clone(launch)
-    assert {"/workspace", "/run/sbx", "/sbx"} <= set(mounts_of(process))
-    assert not (launch.scratch / "overlay/upper/workspace").exists()
-    stdin.close()
-    assert ends(process)
-
-
-@pytest.mark.parametrize("leads_to", ["/proc/self/fd/9/bin", "/sbx-python/bin", "/run"])
-def test_no_link_of_an_image_leads_to_what_the_server_is_made_of(node, leads_to):
-    """Through descriptors of the process that mounts, too: the image has directories of these names."""
-    image = node.image()
-    (image / leads_to[1:]).mkdir(parents=True)
-    (image / "var").mkdir()
-    (image / "var/tmp").symlink_to(leads_to)
-    with pytest.raises(SandboxStartError, match="a link of the image leads from /var/tmp"):
-        node.clone(node.launch(node.own(image)))
-
-
-def test_no_link_in_what_is_mounted_is_followed(node):
-    """The image leads to a directory of its own; there an earlier agent's files are mounted, with a link."""
-    image = node.image()
-    (image / "tmp/step").mkdir(parents=True)
-    (image / "var").mkdir()
-    (image / "var/tmp").symlink_to("/tmp/step")
-    launch = node.launch(node.own(image))
-    (launch.scratch / "tmp/step").symlink_to("/proc/self/fd/9")
-    with pytest.raises(SandboxStartError, match="no place to mount on at /tmp/step"):
-        node.clone(launch)
-    (launch.scratch / "tmp/step").unlink()
-    (launch.scratch / "tmp/step").mkdir()
-    process, stdin = node.clone(launch)
-    mounts = mounts_of(process)
-    assert "/tmp/step" in mounts and len(mounts) == len(set(mounts))
-    assert not [place for place in mounts if place.startswith(("/sbx/", "/sbx-python/", "/run/sbx/"))]
-    stdin.close()
-    assert ends(process)
-
-
-@pytest.mark.parametrize(
-    "before", [None, "root:x:0:0:root:/root:/bin/sh\n", "root:x:0:0:root:/root:/bin/sh", "x" * (2 << 20)]
-)
-def test_the_sandboxes_user_has_a_name_where_the_image_knows_none(node, before):
-    image = node.image()
-    (image / "etc").mkdir()
-    if before is not None:
-        (image / "etc/passwd").write_text(before)
-    launch = node.launch(node.own(image))
-    process, stdin = node.clone(launch)
-    written = launch.scratch / "overlay/upper/etc/passwd"
-    number = os.getuid() if node.runtime.run_as is None else node.runtime.run_as
-    if before and len(before) > 1000:
-        assert not written.exists()
-    else:
-        line = f"sandbox:x:{number}:{number}::/home/sandbox:/bin/sh"
-        assert written.read_text().splitlines() == [*(before or "").splitlines(), line]
-    stdin.close()
-    assert ends(process)
-
-
-@pytest.mark.parametrize(
-    ("link", "leads_to"),
-    [("home", "sbx"), ("home/sandbox", "../sys/devices"), ("var/tmp", "/workspace")],
-)
-def test_no_link_leads_to_what_lies_beneath_an_image(node, link, leads_to):
-    """Where it leads is not there, in the image: so a directory takes its place."""
-    image = node.image()
-    (image / link).parent.mkdir(exist_ok=True)
-    (image / link).symlink_to(leads_to)
-    process, stdin = node.clone(node.launch(node.own(image)))
-    mounts = mounts_of(process)
-    assert {"/home/sandbox", "/var/tmp", "/run/sbx"} <= set(mounts) and len(mounts) == len(set(mounts))
-    stdin.close()
-    assert ends(process)
-
-
-def test_no_link_of_an_earlier_agent_leads_to_what_lies_beneath_its_image(node):
-    launch = node.launch()
-    upper = launch.scratch / "overlay/upper"
-    upper.mkdir()
-    (upper / "home").symlink_to("sbx")
-    node.own(upper)
-    process, stdin = node.clone(launch)
-    assert "/home/sandbox" in mounts_of(process)
-    stdin.close()
-    assert ends(process)
-
-
-def test_what_a_clone_says_of_its_image_costs_no_other_one_the_template(node, caplog):
-    """It starts without one, with nothing in its overlay of what the clone had begun."""
-    end = '    if "/0000000" in request["overlay"]:\n        raise SystemExit("no such image")\n'
-    node.change("    os.chroot(root)\n", f"{end}    os.chroot(root)\n")
-    for _ in range(MOST_FAILURES + 1):
-        launch = node.launch(node.image())
-        left = launch.scratch / "overlay/upper/home"
-        process, stdin = node.runtime.start(launch, ["/bin/sh", "-c", "exit 7"], CONFIG)
-        with process, stdin:
-            assert isinstance(process, subprocess.Popen) and process.wait(60) == 7
-        assert left.is_dir()  # made by the way that knows of nothing beneath
-    assert caplog.text.count("without a template: no such image") == MOST_FAILURES + 1
-
-
-@pytest.mark.parametrize("is_snapshots", [False, True])
-def test_what_a_clone_has_begun_is_removed_but_not_what_a_snapshot_holds(node, monkeypatch, is_snapshots):
-    node.change("    os.chroot(root)\n", '    raise SystemExit("no such image")\n')
-    launch, seen = node.launch(), []
-    if is_snapshots:
-        (launch.scratch / "overlay/upper/kept").mkdir(parents=True)
-        node.own(launch.scratch / "overlay/upper")
-    monkeypatch.setattr(
-        Runtime, "start", lambda *_: seen.append(sorted((launch.scratch / "overlay").rglob("*")))
-    )
-    node.runtime.start(launch, ["true"], CONFIG)
-    names = [path.name for path in seen[0]]
-    assert ("kept" in names) == is_snapshots and (names == ["merged"]) != is_snapshots
-
-
-def test_one_that_has_lost_what_lies_beneath_images_does_without(node):
-    node.clone()[1].close()
-    template = template_of(node.state)
-    trees.remove(node.state / "template/beneath")
-    process, stdin = node.clone(node.launch(node.image()))
-    assert {"/workspace", "/run/sbx", "/sbx"} <= set(mounts_of(process))
-    assert template_of(node.state) == template
-    stdin.close()
-    assert ends(process)
