@@ -78,8 +78,8 @@ def family(pids: Iterable[int]) -> set[psutil.Process]:
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """User and system seconds that these processes and their children have used so far, also those of children
-    that have ended and were waited for, such as those in which Redis writes its file anew.
+    """User and system seconds that these processes and their children have used so far, also those of
+    children that have ended and were waited for, such as those in which Redis writes its file anew.
     """
     total = 0.0
     for process in family(pids):
