@@ -10,8 +10,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from sandbox import paths, payload, processes, trees
 from sandbox.containers import _reap_again
 from sandbox.images import ImageStore
@@ -97,9 +95,8 @@ class Node:
         return template.clone(self.runtime._request(launch, CONFIG))
 
 
-@pytest.fixture
-def node() -> Iterator[Node]:
-    """Nothing may be left of it, zombies included."""
+def fresh_node() -> Iterator[Node]:
+    """A fixture: nothing may be left of it, zombies included."""
     before, zombies = set(processes.children(os.getpid())), set()
     state = new_state()
     node = Node(state)

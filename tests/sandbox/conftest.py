@@ -19,7 +19,6 @@ from sandbox.spec import SandboxInfo, SandboxSpec
 from sandbox.watchdog import Watchdog
 from tests.helpers.blocking import SyncHostClient
 from tests.helpers.sandboxes import new_state
-from tests.helpers.templates import node as node
 
 THREADS = ThreadPoolExecutor(16, "tests")
 """For what goes on while a test does something else."""

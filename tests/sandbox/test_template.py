@@ -23,9 +23,10 @@ from sandbox.spec import SandboxInfo, SandboxSpec
 from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
 from tests.helpers.sandboxes import leftovers
 from tests.helpers.stack import wait_until
-from tests.helpers.templates import CONFIG, END_S, ends, processes_of, template_of
+from tests.helpers.templates import CONFIG, END_S, ends, fresh_node, processes_of, template_of
 
 pytestmark = pytest.mark.apptainer
+node = pytest.fixture(fresh_node, name="node")
 SPEC = SandboxSpec(runtime="apptainer")
 
 

@@ -11,9 +11,10 @@ from sandbox import trees
 from sandbox.errors import SandboxStartError
 from sandbox.runtimes import Runtime
 from sandbox.runtimes.apptainer import MOST_FAILURES
-from tests.helpers.templates import CONFIG, ends, mounts_of, template_of
+from tests.helpers.templates import CONFIG, ends, fresh_node, mounts_of, template_of
 
 pytestmark = pytest.mark.apptainer
+node = pytest.fixture(fresh_node, name="node")
 
 
 def test_an_image_that_cannot_be_mounted_leaves_nothing(node):
