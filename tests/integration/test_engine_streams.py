@@ -28,6 +28,8 @@ LANGUAGE = FakeLanguage(first_id=20, vocab_size=300)
 IDS = {"first_id": 20, "vocab_size": 300}
 TOKENS = 60
 STEP_MS = 5
+SLOW_STEP_MS = 25
+"""Where the exchange of weights has to begin, on a loaded machine too, before the call has ended."""
 PATIENCE_S = 120
 KILLS = CHAOS("engines killed under watched calls", short=2, long=20)
 
@@ -159,7 +161,7 @@ def exchanged(store, mode, *, api="generate", canary=None, then=None):
                 answer = error
             return told, answer, progress, before, after
 
-    with fake_engine(step_ms=STEP_MS, **IDS) as engine:
+    with fake_engine(step_ms=SLOW_STEP_MS, **IDS) as engine:
         register(store, "engine", engine.url, api)
         outcome = asyncio.run(main(engine.url))
         return *outcome, httpx.get(f"{engine.url}/calls", timeout=60).json()
