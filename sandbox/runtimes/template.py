@@ -26,6 +26,9 @@ TRIES = 2
 END_S = 1.0
 PR_SET_CHILD_SUBREAPER = 36
 MOST_WORDS = 2000
+_adopters: set[Template] = set()
+"""Those whose container is yet to become a child of this process."""
+_adopters_lock = threading.Lock()
 
 
 class NotMounted(SandboxStartError):
@@ -118,6 +121,8 @@ class Template:
                 os.close(far_out)
                 os.close(far_err)
             clone = Clone(self._pid(ours, connection, err), out, err)
+            if self in _adopters:
+                self._adopt(False)
             self._await_mounts(ours, err)
             return clone, ours
         except BaseException:
@@ -189,6 +194,15 @@ class Template:
                         time.sleep(0.001)
             self._starter.poll()
             self._starter = None
+        self._adopt(False)
+
+    def _adopt(self, does: bool) -> None:
+        """Have orphans become ours, as long as one of them is to be the container. Later ones are not: they would
+        stay zombies, for who began them waits for them to be gone.
+        """
+        with _adopters_lock:
+            (_adopters.add if does else _adopters.discard)(self)
+            seccomp.prctl(PR_SET_CHILD_SUBREAPER, bool(_adopters))
 
     def _words(self) -> str:
         self._said.seek(0)
@@ -197,7 +211,7 @@ class Template:
     def _begin(self) -> None:
         self._end()
         # What Apptainer has started ends at once, and its child, the template, becomes one of ours.
-        seccomp.prctl(PR_SET_CHILD_SUBREAPER, 1)
+        self._adopt(True)
         self._said.seek(0)
         self._said.truncate()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -66,8 +66,11 @@ REST_AFTER_S = 0.2
 
 def main():
     """Clone for each sandbox, until the socket is closed; what no first clone needs is imported after it."""
+    first = os.getpid()
     if os.fork():
         os._exit(0)  # and Apptainer with us: what goes on is the host's child, and so are its clones
+    while os.getppid() == first:  # nobody is answered before, for the host does not adopt for longer
+        select.select([], [], [], 0.001)
     with open("/proc/self/comm", "w") as file:
         file.write(NAME)  # of all clones, too
     os.umask(0o022)  # of what is made here, and of all clones

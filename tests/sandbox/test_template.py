@@ -171,6 +171,18 @@ def test_no_other_process_is_ended_in_the_place_of_a_clone():
             os.killpg(parent.pid, signal.SIGKILL)
 
 
+def test_only_the_template_and_clones_become_our_children(node):
+    """An orphan of somebody else's would stay a zombie, and who waits for its end would wait for ever."""
+    process, stdin = node.clone()
+    command = ["sh", "-c", "sleep 600 >/dev/null & echo $!"]
+    orphan = int(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    children = processes.children(os.getpid())
+    os.kill(orphan, signal.SIGKILL)
+    assert {process.pid, template_of(node.state)} <= {*children} and orphan not in children
+    stdin.close()
+    assert ends(process)
+
+
 def test_a_newer_one_is_not_ended_for_the_end_of_an_older_one(node, monkeypatch):
     node.clone()[1].close()
     template = node.runtime._template
