@@ -197,8 +197,8 @@ class Template:
         self._adopt(False)
 
     def _adopt(self, does: bool) -> None:
-        """Have orphans become ours, or no longer: others than the container would stay zombies, and whoever waits
-        for their end would wait for ever.
+        """Have orphans become ours, or no longer: all but the container would stay zombies, and who waits for
+        their end would wait for ever.
         """
         with _adopters_lock:
             (_adopters.add if does else _adopters.discard)(self)
