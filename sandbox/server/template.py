@@ -69,8 +69,6 @@ def main():
     first = os.getpid()
     if os.fork():
         os._exit(0)  # and Apptainer with us: what goes on is the host's child, and so are its clones
-    while os.getppid() == first:  # nobody is answered before, for the host does not adopt for longer
-        select.select([], [], [], 0.001)
     with open("/proc/self/comm", "w") as file:
         file.write(NAME)  # of all clones, too
     os.umask(0o022)  # of what is made here, and of all clones
@@ -79,6 +77,8 @@ def main():
         os.makedirs(os.path.join(BENEATH, point), mode=0o755, exist_ok=True)
     rest, pause = list(REST), REST_AFTER_S
     seccomp.assembled()
+    while os.getppid() == first:  # nobody is answered before, for the host does not adopt for longer
+        select.select([], [], [], 0.001)
     while True:
         if rest and not select.select([0], [], [], pause)[0]:
             pause = 0
