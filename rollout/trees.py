@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from typing import Literal
 
 from rollout.adapters.base import own_samples, reward_of, trajectory_of, usable
@@ -119,19 +120,9 @@ class Tree:
         return point
 
     def _order(self) -> list[str]:
-        """Ids, each behind those that it was forked from."""
-        depths: dict[str, int] = {}
-        for name in self.rollouts:
-            path: list[str] = []
-            while name in self.rollouts and name not in depths:
-                if name in path:
-                    raise ValueError(f"the forks of rollout {name} lead back to it")
-                path.append(name)
-                source, turn = self._points[name]
-                name = source if turn else ""
-            for depth, each in enumerate(reversed(path), start=depths.get(name, -1) + 1):
-                depths[each] = depth
-        return sorted(depths, key=depths.__getitem__)
+        """Ids, each behind the one that it was forked from; `_point` has refused circles."""
+        sources = {name: [source] if turn else [] for name, (source, turn) in self._points.items()}
+        return [name for name in TopologicalSorter(sources).static_order() if name in self.rollouts]
 
     def _valued(self) -> dict[str, list[Span]]:
         """The spans of all."""
