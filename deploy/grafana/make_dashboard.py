@@ -46,6 +46,11 @@ def ratio(part: str, whole: str, label: str) -> Line:
     return f"{part} / {whole}", legend(label)
 
 
+def backend_ratio(part: str, whole: str) -> Line:
+    part, whole = (per_s(f"rollout_backend_{counter}_total") for counter in (part, whole))
+    return ratio(part, whole, "backend")
+
+
 def increase(counter: str, label: str) -> Line:
     return f"increase({counter}[$__rate_interval])", legend(label)
 
@@ -220,26 +225,14 @@ ROWS: dict[str, list[Panel]] = {
         (
             "Prompt tokens found in the prefix cache",
             "percentunit",
-            ratio(
-                per_s("rollout_backend_cached_tokens_total"),
-                per_s("rollout_backend_prompt_tokens_total"),
-                "backend",
-            ),
+            backend_ratio("cached_tokens", "prompt_tokens"),
         ),
         (
             "Tokens sampled a second",
             "short",
             (per_s("rollout_backend_generation_tokens_total"), "{{backend}}"),
         ),
-        (
-            "A call takes, mean",
-            "s",
-            ratio(
-                per_s("rollout_backend_request_seconds_total"),
-                per_s("rollout_backend_requests_total"),
-                "backend",
-            ),
-        ),
+        ("A call takes, mean", "s", backend_ratio("request_seconds", "requests")),
         ("Placements a second", "ops", rate("rollout_placements_total", "event")),
         ("Weight updates, by outcome", "short", increase("rollout_policy_updates_total", "policy, outcome")),
     ],
