@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollout.cli.common import Column, Sheet, node_shown, or_dash
+from rollout.exports.steps import end_of
 from rollout.schema import (
     DEFAULT_POLICY,
     Backend,
@@ -34,19 +35,15 @@ from rollout.schema import (
 from rollout.schema.agents import Receipt
 
 STATE_STYLE = {"completed": "green", "failed": "red", "timed_out": "yellow", "cancelled": "magenta"}
+STATE_STYLE |= {"done": "green", "partly": "yellow"}
+"""Of rollouts, and of updates of weights."""
 ROLE_STYLE = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "yellow"}
 STAGES = ("queued", *(stage.value for stage in Stage))
 MAX_SHOWN_CHARS = 4000
 """Of one message; the record itself is whole."""
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` (0 to 1) of the values lie, by nearest rank; 0.0 of none."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
-
-
-def state_text(state: State) -> Text:
+def state_text(state: State | UpdateState) -> Text:
     return Text(state.value, style=STATE_STYLE.get(state, "blue"))
 
 
@@ -75,11 +72,7 @@ def rollout_view(rollout: Rollout) -> RenderableType:
         turn = branch.turn if branch and chain.policy is None else 0
         parts += _conversation(chain.segments, shared, turn)
         for message in chain.texts:
-            heading = Text(message.role, style=f"bold {ROLE_STYLE[message.role]}")
-            parts += [
-                heading.append("  text only", style="not bold dim"),
-                Padding.indent(_message(message), 2),
-            ]
+            parts += _said(message.role, "text only", [message])
     if rollout.trajectory and rollout.trajectory.unread:
         parts.append(Text("tool  not read by the model any more", style="dim"))
         parts += [Padding.indent(_message(message), 2) for message in rollout.trajectory.unread]
@@ -147,11 +140,14 @@ def _conversation(segments: Sequence[Segment], shared: int = 0, turn: int = 0) -
         elif shared > 0:
             note += ", shared"
         shared -= len(segment.token_ids)
-        heading = Text(segment.role, style=f"bold {ROLE_STYLE[segment.role]}")
-        parts.append(heading.append(f"  {note}", style="not bold dim"))
-        parts += [Padding.indent(_message(message), 2) for message in segment.messages]
+        parts += _said(segment.role, note, segment.messages)
     parts.append(Text())
     return parts
+
+
+def _said(role: str, note: str, messages: Sequence[Message]) -> list[RenderableType]:
+    heading = Text(role, style=f"bold {ROLE_STYLE[role]}").append(f"  {note}", style="not bold dim")
+    return [heading, *(Padding.indent(_message(message), 2) for message in messages)]
 
 
 def _message(message: Message) -> Text:
@@ -235,25 +231,19 @@ def rollouts_table(rollouts: Sequence[Rollout], now: float | None = None) -> She
         Column("reward", lambda rollout: or_dash(rollout.reward, "{:.3f}"), True),
         Column("turns", lambda rollout: or_dash(rollout.metrics.get("turns"), "{:g}"), True, 3),
         Column("attempt", lambda rollout: str(rollout.attempt), True, 2),
-        Column("seconds", lambda rollout: f"{_end_of(rollout) - rollout.created_at:.1f}", True, 5),
+        Column("seconds", lambda rollout: f"{end_of(rollout) - rollout.created_at:.1f}", True, 5),
         Column("note", lambda rollout: _shorten(_note_of(rollout) or _origin_of(rollout), 60), drop=1),
     ]
     if now is not None:
-        columns.insert(0, Column("ago", lambda rollout: f"{max(0.0, now - _end_of(rollout)):.0f} s", True, 6))
+        columns.insert(0, Column("ago", lambda rollout: f"{max(0.0, now - end_of(rollout)):.0f} s", True, 6))
     return Sheet(columns, rollouts)
 
 
 def ended_line(rollout: Rollout) -> Text:
     """Of one that just ended: id, state, reward, handler, why it failed."""
     line = Text(f"{rollout.id}  ", no_wrap=True, overflow="ignore").append_text(state_text(rollout.state))
-    return line.append(
-        f"  {or_dash(rollout.reward, '{:.3f}')}  {rollout.handler}  {_note_of(rollout)}".rstrip()
-    )
-
-
-def _end_of(rollout: Rollout) -> float:
-    """When it ended, or what is known last; seconds since the epoch."""
-    return rollout.finished_at or rollout.updated_at
+    reward = or_dash(rollout.reward, "{:.3f}")
+    return line.append(f"  {reward}  {rollout.handler}  {_note_of(rollout)}".rstrip())
 
 
 def _note_of(rollout: Rollout) -> str:
@@ -311,7 +301,8 @@ def summary_table(rollouts: Sequence[Rollout], seconds: float | None = None) -> 
 
     def row(name: str, values: Sequence[float], digits: int) -> None:
         mean = sum(values) / len(values) if values else None
-        spread = [percentile(values, share) if values else None for share in (0.5, 0.95)]
+        ordered = sorted(values)  # for percentiles by nearest rank
+        spread = [ordered[int(share * len(ordered))] if ordered else None for share in (0.5, 0.95)]
         table.add_row(name, *(or_dash(value, f"{{:.{digits}f}}") for value in (mean, *spread)))
 
     with_tokens = [r.trajectory for r in rollouts if r.trajectory]
@@ -357,9 +348,8 @@ def status_view(status: dict[str, Any], steps: Sequence[str] = ()) -> Renderable
     if flower := status.get("flower"):
         rows.append(("flower", Text(flower["url"])))
     if compat := status.get("compat"):
-        rows.append(
-            ("no key", Text(f"{compat['address']}: whoever reaches it is {compat['tenant']!r}", "red"))
-        )
+        text = f"{compat['address']}: whoever reaches it is {compat['tenant']!r}"
+        rows.append(("no key", Text(text, "red")))
     for name, part in (status.get("parts") or {}).items():
         if part["away"]:
             rows.append(("part " + name, Text("has ended; it is started anew soon", "red")))
@@ -453,8 +443,6 @@ def _backend_state(backend: Backend) -> Text:
 
 # ---------------------------------------------------------------------------------- policy
 
-UPDATE_STYLE = {UpdateState.DONE: "green", UpdateState.PARTLY: "yellow", UpdateState.FAILED: "red"}
-
 
 def policy_view(status: PolicyStatus) -> RenderableType:
     """The weights in use, and the latest updates."""
@@ -471,7 +459,7 @@ def policy_view(status: PolicyStatus) -> RenderableType:
     columns = [
         Column("update", lambda update: update.id, whole=True),
         Column("version", lambda update: update.version, whole=True),
-        Column("state", _update_state),
+        Column("state", lambda update: state_text(update.state)),
         Column("mode", lambda update: update.mode, drop=1),
         Column("backends", done),
         Column("seconds", seconds, True),
@@ -498,17 +486,13 @@ def _current(status: PolicyStatus) -> Text:
     return Text(f"{now.version} ({path}{'' if now.verified else ', not verified'})")
 
 
-def _update_state(update: PolicyUpdate) -> Text:
-    return Text(update.state.value, style=UPDATE_STYLE.get(update.state, "blue"))
-
-
 def update_view(update: PolicyUpdate) -> RenderableType:
     """One update, a line a backend."""
     rows: list[tuple[str, RenderableType]] = [
         ("update", update.id),
         *([("policy", Text(update.policy))] if update.policy != DEFAULT_POLICY else []),
         ("version", Text(update.version)),
-        ("state", _update_state(update)),
+        ("state", state_text(update.state)),
         *(("warning", Text(line, style="yellow")) for line in update.warnings),
     ]
     for name, backend in update.backends.items():

@@ -90,6 +90,7 @@ def stage(rollout: Rollout, state: str) -> tuple[float, float] | None:
 
 
 def end_of(rollout: Rollout) -> float:
+    """When it ended, or what is known last; seconds since the epoch."""
     return rollout.finished_at or rollout.updated_at
 
 
@@ -106,16 +107,8 @@ def agent_of(rollout: Rollout) -> str:
 def facts(rollout: Rollout) -> dict[str, Any]:
     """What formats have no field for, as JSON."""
     kept = {"group_id", "index", "handler", "state", "attempt", "reward", "reward_components", "drop"}
-    kept |= {
-        "role_rewards",
-        "drop_reason",
-        "finish_reason",
-        "policy_versions",
-        "backend",
-        "metrics",
-        "stage_seconds",
-        "error",
-    }
+    kept |= {"role_rewards", "drop_reason", "finish_reason", "policy_versions", "backend", "metrics"}
+    kept |= {"stage_seconds", "error"}
     known = rollout.model_dump(mode="json", include=kept, exclude_none=True)
     known |= {"moved": rollout.moved} if rollout.moved else {}
     known |= {"origin": rollout.request.origin.model_dump()} if rollout.request.origin else {}
