@@ -21,21 +21,17 @@ class ApiError(RolloutError):
 
     def __init__(self, status: int, problem: Problem, call: str = "") -> None:
         self.status, self.problem, self.call = status, problem, call
-        super().__init__(self._text())
+        lines = [f"{call}: {self.reason}" if call else self.reason]
+        fields = [f"{error.field}: {error.message}" for error in problem.errors[:MAX_FIELDS_SHOWN]]
+        lines += [text for text in fields if text != problem.detail]
+        if len(problem.errors) > MAX_FIELDS_SHOWN:
+            lines.append(f"… and {len(problem.errors) - MAX_FIELDS_SHOWN} more")
+        super().__init__("\n  ".join(lines))
 
     @property
     def reason(self) -> str:
         """The refusal in one line, without its call and the fields at fault."""
         return ": ".join(filter(None, (f"{self.status} {self.problem.title}", self.problem.detail)))
-
-    def _text(self) -> str:
-        problem = self.problem
-        lines = [f"{self.call}: {self.reason}" if self.call else self.reason]
-        fields = [f"{error.field}: {error.message}" for error in problem.errors[:MAX_FIELDS_SHOWN]]
-        lines += [text for text in fields if text != problem.detail]
-        if len(problem.errors) > MAX_FIELDS_SHOWN:
-            lines.append(f"… and {len(problem.errors) - MAX_FIELDS_SHOWN} more")
-        return "\n  ".join(lines)
 
 
 class Unavailable(RolloutError):
