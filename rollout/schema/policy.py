@@ -123,14 +123,10 @@ class PolicyRequest(Strict):
         return value
 
     @model_validator(mode="after")
-    def _adapter_has_a_path(self) -> PolicyRequest:
+    def _agrees(self) -> PolicyRequest:
         if self.lora is not None and self.path is None:
             adapter = f"adapter {self.lora.name!r}" if self.lora.name else "an adapter"
             raise ValueError(f"{adapter} needs `path`, the directory that it is loaded from")
-        return self
-
-    @model_validator(mode="after")
-    def _sent_to_all_at_once(self) -> PolicyRequest:
         transfer = self.transfer
         if transfer is not None and (self.path is not None or self.concurrency):
             raise ValueError(
