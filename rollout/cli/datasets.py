@@ -24,7 +24,7 @@ from rollout.datasets import DatasetError, Row, problem, published_maps, write_v
 from rollout.errors import problems_of
 from rollout.schema import Limits
 from rollout.suites.catalogue import catalogue
-from rollout.suites.imported import Imported, home, imported, named, place, writing
+from rollout.suites.imported import Imported, home, imported, named, place, write, writing
 
 TASKS_GROUP = "rollout.commands.tasks"
 """Entry points of further commands of `rollout tasks`."""
@@ -135,8 +135,8 @@ def import_(
         raise click.UsageError("give --handler, or a --map that names one")
     fitting = _Fitting(source, None if no_check else _schema(source, url), sys.maxsize)
     described = Imported(name=name, handler=source.handler, source=str(Path(path).absolute()))
-    with writing(described, replace) as writer:
-        writer.write(fitting)
+    with writing(described, replace) as part:
+        write(described, fitting, part)
         if fitting.wrong or not fitting.good:
             raise DatasetError(f"{fitting}: nothing is imported")
     click.echo(f"{name}: {fitting.good} tasks of {source.handler} in {place(described)}", err=True)

@@ -8,7 +8,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,8 @@ def imported() -> list[Imported]:
     """All of them, by name; what is not whole is left out."""
     found = []
     for path in sorted(home().glob(f"*/{DESCRIPTION}")):
-        try:
+        with suppress(OSError, ValidationError):
             found.append(Imported.model_validate_json(path.read_bytes()))
-        except (OSError, ValidationError):
-            continue
     return found
 
 
@@ -72,35 +70,29 @@ def place(dataset: Imported) -> Path:
     return rows if rows.is_file() else directory / DIRECTORIES
 
 
-class Writer:
-    """Takes the tasks of a dataset, one by one."""
+def write(dataset: Imported, rows: Iterable[tuple[Row, dict[str, Any]]], part: Path) -> None:
+    """Write the tasks of a dataset into a directory: rows as lines, directories as they are in their bundles.
 
-    def __init__(self, dataset: Imported, part: Path) -> None:
-        self.dataset, self._part = dataset, part
-
-    def write(self, rows: Iterable[tuple[Row, dict[str, Any]]]) -> None:
-        """Write tasks: rows as lines, directories as they are in their bundles.
-
-        Raises:
-            SuiteError: A directory cannot be packed.
-            OSError: There is no room.
-        """
-        for row, task in rows:
-            self.dataset.tasks += 1
-            self.dataset.sample = self.dataset.sample or task
-            if row.directory is None:
-                with (self._part / ROWS).open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(task, default=str) + "\n")
-            else:
-                bundle = row.directory.bundle()
-                slug = re.sub(r"[^A-Za-z0-9._-]+", "-", row.directory.name)[-MAX_SLUG:]
-                (self._part / DIRECTORIES).mkdir(exist_ok=True)
-                unpack(bundle.content, bundle.digest, self._part / DIRECTORIES / f"{row.number:06}-{slug}")
+    Raises:
+        SuiteError: A directory cannot be packed.
+        OSError: There is no room.
+    """
+    for row, task in rows:
+        dataset.tasks += 1
+        dataset.sample = dataset.sample or task
+        if row.directory is None:
+            with (part / ROWS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(task, default=str) + "\n")
+        else:
+            bundle = row.directory.bundle()
+            slug = re.sub(r"[^A-Za-z0-9._-]+", "-", row.directory.name)[-MAX_SLUG:]
+            (part / DIRECTORIES).mkdir(exist_ok=True)
+            unpack(bundle.content, bundle.digest, part / DIRECTORIES / f"{row.number:06}-{slug}")
 
 
 @contextmanager
-def writing(dataset: Imported, replace: bool = False) -> Iterator[Writer]:
-    """Begin a dataset, which is there once the block has ended well, whole or not at all.
+def writing(dataset: Imported, replace: bool = False) -> Iterator[Path]:
+    """Where to `write` a dataset, which is there once the block has ended well, whole or not at all.
 
     Raises:
         SuiteError: The name is none for a directory, or is taken.
@@ -113,7 +105,7 @@ def writing(dataset: Imported, replace: bool = False) -> Iterator[Writer]:
     part = target.with_name(f".{dataset.name}.{os.getpid()}")
     part.mkdir(parents=True)
     try:
-        yield Writer(dataset, part)
+        yield part
         (part / DESCRIPTION).write_text(dataset.model_dump_json(indent=1) + "\n", "utf-8")
         if target.exists():
             old = target.with_name(f"{part.name}.old")

@@ -248,11 +248,10 @@ class ArtifactConfig(Part):
     exclude: tuple[str, ...] = ()
     service: str | None = None
 
-
-def _artifacts(entries: Any) -> Any:
-    if not isinstance(entries, list | tuple):
-        return entries
-    return [{"source": entry} if isinstance(entry, str) else entry for entry in entries]
+    @model_validator(mode="before")
+    @classmethod
+    def _source_alone(cls, data: Any) -> Any:
+        return {"source": data} if isinstance(data, str) else data
 
 
 class StepConfig(Part):
@@ -268,8 +267,6 @@ class StepConfig(Part):
     """What the step must earn for the next ones to be played; by name where the verifier gives several."""
     healthcheck: HealthcheckConfig | None = None
     artifacts: tuple[ArtifactConfig, ...] = ()
-
-    _plain = field_validator("artifacts", mode="before")(_artifacts)
 
 
 class SolutionConfig(Part):
@@ -293,8 +290,6 @@ class TaskConfig(Part):
     """None = `mean`."""
     artifacts: tuple[ArtifactConfig, ...] = ()
     source: str | None = None
-
-    _plain = field_validator("artifacts", mode="before")(_artifacts)
 
     @model_validator(mode="before")
     @classmethod

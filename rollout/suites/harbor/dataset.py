@@ -196,10 +196,7 @@ def read(source: Source, check_image: bool = True) -> HarborTask:
 
 
 def tasks(
-    path: str | Path,
-    split: str | None = None,
-    clones: str | Path | None = None,
-    check_image: bool = True,
+    path: str | Path, split: str | None = None, clones: str | Path | None = None, check_image: bool = True
 ) -> Iterator[HarborTask]:
     """The tasks of a set, one at a time.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import entry_points
@@ -157,8 +158,7 @@ def _instruction(file: Path) -> str:
 def _steps(root: Path, config: TaskConfig) -> list[StepDirectory]:
     shared = _folder(root / "tests")
     if not config.steps:
-        step = StepConfig(name="task", agent=config.agent, verifier=config.verifier)
-        step = step.model_copy(update={"name": ""})
+        step = StepConfig.model_construct(name="", agent=config.agent, verifier=config.verifier)
         return [_step(root, root, config, step, (shared,), config.verifier)]
     found = []
     for step in config.steps:
@@ -193,9 +193,7 @@ def _step(
         or any((directory / "Dockerfile").is_file() for directory in made.tests)
     )
     if not bundled and not any((directory / "test.sh").is_file() for directory in made.tests):
-        wanted = f"{root / 'tests' / 'test.sh'}" + (
-            f" or {folder / 'tests' / 'test.sh'}" if step.name else ""
-        )
+        wanted = " or ".join(f"{place / 'tests' / 'test.sh'}" for place in dict.fromkeys((root, folder)))
         raise SuiteError(f"{wanted}: missing; it is what a task is verified by")
     return made
 
@@ -243,10 +241,8 @@ def _dockerfile_readers() -> list[Callable[[Path], Any]]:
     """What builds images of Dockerfiles, where it is installed."""
     readers = []
     for point in entry_points(group="rollout.dockerfile_readers"):
-        try:
+        with suppress(ModuleNotFoundError):  # of a part that a trainer need not have
             readers.append(point.load())
-        except ModuleNotFoundError:
-            continue  # of a part that a trainer need not have
     return readers
 
 
