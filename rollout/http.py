@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractAsyncContextManager
 from functools import cached_property
-from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import httpx
@@ -235,8 +234,9 @@ class Gateway:
             ApiError: Any other answer that is not a success; also 429 when `retry_for` is over.
             Unavailable: `retry_for` is over.
         """
-        end = time.monotonic() + self.retry_for
-        for tries in count(1):
+        end, tries = time.monotonic() + self.retry_for, 0
+        while True:
+            tries += 1
             refusal, retry_after = None, None
             try:
                 response = await self._send_once(method, path, **request)
@@ -262,7 +262,6 @@ class Gateway:
                     f"({tries} tries, the last: {reason}). {remedy}"
                 )
             await asyncio.sleep(pause)
-        raise AssertionError("it is tried until it succeeds or raises")
 
     async def fetch(self, model: type[M], method: str, path: str, **request: Any) -> M:
         """Send a request, and read its answer as `model`. See `send`."""
