@@ -47,6 +47,37 @@ class DrainRequest(Strict):
     """False: it takes some again."""
 
 
+class BackendStats(BaseModel):
+    """What an engine says of itself. None = it does not say."""
+
+    at: float
+    """Time of the probe, seconds since the epoch."""
+    running: int | None = None
+    """Calls being worked on."""
+    waiting: int | None = None
+    """Calls in the engine's own queue."""
+    kv_usage: float | None = None
+    """Share of the key-value cache in use, 0 to 1."""
+    prompt_tokens: int | None = None
+    """Prompt tokens looked up in the prefix cache since the engine started."""
+    cached_tokens: int | None = None
+    """Those of them that were found there."""
+    generation_tokens: int | None = None
+    """Tokens sampled since the engine started."""
+    requests: int | None = None
+    """Calls that ended since the engine started."""
+    request_seconds: float | None = None
+    """Seconds that they took in the engine, from arrival to end, added up."""
+
+    @computed_field
+    @property
+    def cached_ratio(self) -> float | None:
+        """Share of prompt tokens that came from the prefix cache."""
+        if not self.prompt_tokens or self.cached_tokens is None:
+            return None
+        return self.cached_tokens / self.prompt_tokens
+
+
 class Backend(BaseModel):
     """An LLM server, what is known of its health, and its present load."""
 
@@ -116,37 +147,3 @@ class Backend(BaseModel):
         if self.reachable:
             about |= {"healthy": policy not in self.rejected, "error": self.rejected.get(policy)}
         return self.model_copy(update=about)
-
-
-class BackendStats(BaseModel):
-    """What an engine says of itself. None = it does not say."""
-
-    at: float
-    """Time of the probe, seconds since the epoch."""
-    running: int | None = None
-    """Calls being worked on."""
-    waiting: int | None = None
-    """Calls in the engine's own queue."""
-    kv_usage: float | None = None
-    """Share of the key-value cache in use, 0 to 1."""
-    prompt_tokens: int | None = None
-    """Prompt tokens looked up in the prefix cache since the engine started."""
-    cached_tokens: int | None = None
-    """Those of them that were found there."""
-    generation_tokens: int | None = None
-    """Tokens sampled since the engine started."""
-    requests: int | None = None
-    """Calls that ended since the engine started."""
-    request_seconds: float | None = None
-    """Seconds that they took in the engine, from arrival to end, added up."""
-
-    @computed_field
-    @property
-    def cached_ratio(self) -> float | None:
-        """Share of prompt tokens that came from the prefix cache."""
-        if not self.prompt_tokens or self.cached_tokens is None:
-            return None
-        return self.cached_tokens / self.prompt_tokens
-
-
-Backend.model_rebuild()
