@@ -107,8 +107,8 @@ def read_private(path: Path) -> str | None:
         raise ApiKeyError(f"{path} is not read for a key: {error.strerror}; delete it") from None
     with os.fdopen(handle, "rb") as file:
         status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            plain = stat.S_ISREG(status.st_mode)
+        plain = stat.S_ISREG(status.st_mode)
+        if not plain or status.st_uid != os.geteuid():
             fault = f"belongs to user {status.st_uid}" if plain else "is no plain file"
             raise ApiKeyError(f"{path} {fault}, so it is not read for a key: delete it")
         if status.st_mode & 0o077:

@@ -471,9 +471,6 @@ class AsyncClient(AsyncService):
                 yield group
 
 
-# ---------------------------------------------------------------------------------- helpers
-
-
 @contextlib.contextmanager
 def _naming(pending: dict[str, None] | None) -> Iterator[None]:
     """Have the error of a gateway that stays away name what is waited for."""

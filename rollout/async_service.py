@@ -64,19 +64,9 @@ class AsyncService(Gateway):
             key: Name of a file with what calls to it carry, in the service's directory of them.
             text_only: It tells no token ids, and can serve judges and users alone.
         """
-        request = BackendRequest(
-            url=url,
-            id=id,
-            model=model,
-            tokenizer=tokenizer,
-            logprobs_mode=logprobs_mode,
-            capacity_tokens=capacity_tokens,
-            max_rollouts=max_rollouts,
-            drain=drain,
-            policies=None if policies is None else dict(policies),
-            key=key,
-            text_only=text_only,
-        )
+        given = present(id=id, model=model, tokenizer=tokenizer, logprobs_mode=logprobs_mode, key=key)
+        given |= present(capacity_tokens=capacity_tokens, max_rollouts=max_rollouts, policies=policies)
+        request = BackendRequest(url=url, drain=drain, text_only=text_only, **given)
         return await self.fetch(Backend, "POST", "/v1/backends", body=request)
 
     async def backend(self, backend_id: str) -> Backend:
@@ -158,11 +148,7 @@ class AsyncService(Gateway):
     # ------------------------------------------------------------------------------ training
 
     async def report(
-        self,
-        step: int,
-        metrics: Mapping[str, Any],
-        run: str = "default",
-        policy_version: str | None = None,
+        self, step: int, metrics: Mapping[str, Any], run: str = "default", policy_version: str | None = None
     ) -> None:
         """Say what a step of training came to, for whoever looks at the page.
 

@@ -306,25 +306,18 @@ def _cancel(client: Client, ids: list[str], rest: Callable[[], str]) -> None:
 @click.option("--tag", help="All rollouts with a tag.")
 @output_option
 @url_option
-def fetch(
-    ids: tuple[str, ...],
-    file: IO[str] | None,
-    group_id: str | None,
-    tag: str | None,
-    output: IO[str],
-    url: str | None,
-) -> None:
+def fetch(ids: tuple[str, ...], file: IO[str] | None, output: IO[str], url: str | None, **of: Any) -> None:
     """Wait for rollouts that were submitted before, and write them as `submit` does.
 
     By id, by group or by tag. Ends with 1 when one is unknown, or not kept any more.
     """
-    if sum(map(bool, (ids, file, group_id, tag))) != 1:
+    if sum(map(bool, (ids, file, *of.values()))) != 1:
         raise click.UsageError("give ids, or --ids, or --group, or --tag: exactly one of them")
     unknown: list[str] = []
     with connect(url, WORK_PATIENCE_S) as client:
         chosen = [*ids, *(file.read().split() if file else ())]
-        if group_id or tag:
-            chosen = [item.id for item in select(client, sys.maxsize, group_id=group_id, tag=tag)]
+        if any(of.values()):
+            chosen = [item.id for item in select(client, sys.maxsize, **of)]
         chosen = [*dict.fromkeys(chosen)]
         lines = _Lines(output)
         with Meter(len(chosen), err) as meter:

@@ -27,9 +27,8 @@ def spans(rollout: Rollout) -> dict[str, Any]:
     known = {f"rollout.{name}": value for name, value in facts(rollout).items()}
     root = trace.add("", f"rollout {rollout.handler}", rollout.created_at, ended, known)
     if origin := rollout.request.origin:
-        trace.spans[0]["links"] = [
-            _Trace(origin.rollout).link | {"attributes": _attributes({"turn": origin.turn})}
-        ]
+        turn = {"attributes": _attributes({"turn": origin.turn})}
+        trace.spans[0]["links"] = [_Trace(origin.rollout).link | turn]
     if rollout.reward is not None:
         score = {"gen_ai.evaluation.name": "reward", "gen_ai.evaluation.score.value": rollout.reward}
         event = {"timeUnixNano": _nanos(ended), "attributes": _attributes(score)}
@@ -91,9 +90,8 @@ def _agent(trace: _Trace, rollout: Rollout, record: Trajectory, root: str) -> No
     share = (end - begin) / max(1, sum(1 + len(step.tools) for step in calls))
 
     def add(name: str, call: CallRecord | None, known: dict[str, Any], kind: int = INTERNAL) -> None:
-        at, seconds = (
-            (call.at, call.seconds) if call else (begin + (len(trace.spans) - before) * share, share)
-        )
+        even = begin + (len(trace.spans) - before) * share
+        at, seconds = (call.at, call.seconds) if call else (even, share)
         known |= {} if call else {"rollout.times_estimated": True}
         trace.add(agent, name, at, at + seconds, known, kind)
 
@@ -125,9 +123,8 @@ def _call(rollout: Rollout, step: Step, call: CallRecord | None, asked: list[Mes
     known |= {"gen_ai.usage.cache_read.input_tokens": call and call.cached_tokens}
     known |= {"gen_ai.input.messages": [_message(message) for message in asked]}
     known |= {"gen_ai.output.messages": [said], "rollout.backend": call and call.backend}
-    return known | {
-        "rollout.policy_versions": list(dict.fromkeys(filter(None, step.sampled.policy_versions)))
-    }
+    versions = dict.fromkeys(filter(None, step.sampled.policy_versions))
+    return known | {"rollout.policy_versions": [*versions]}
 
 
 def _message(message: Message) -> dict[str, Any]:

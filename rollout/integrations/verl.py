@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from rollout.errors import ApiError, RolloutError
+from rollout.http import NOT_FOUND
 from rollout.schema import PolicyUpdate, State, UpdateState
 from rollout.sync import Client
 
@@ -25,7 +26,6 @@ log = logging.getLogger(__name__)
 
 _ADDRESS = re.compile(r"(https?://)?(\[[0-9a-fA-F:.]+\]|[^\s/:\[\]]+):(\d{1,5})")
 """As verl's `LLMServerManager.get_addresses` has them: host and port."""
-_NOT_FOUND = 404
 _POLL_S = 0.2
 _SETTLE_S = 10.0
 """For an update under way to see that its servers are gone; a worker takes about one second."""
@@ -195,7 +195,7 @@ class VerlServers:
         try:
             self._client.remove_backend(backend)
         except ApiError as error:
-            if error.status != _NOT_FOUND:
+            if error.status != NOT_FOUND:
                 raise
         self._backends.pop(backend, None)
 
