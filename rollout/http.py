@@ -345,10 +345,8 @@ def problem_of(response: httpx.Response) -> Problem:
     try:
         return Problem.model_validate_json(response.content)
     except ValidationError:  # a proxy's page, or something that is no gateway at all
-        text = response.text.strip()
-        return Problem(
-            title=response.reason_phrase or "error", status=response.status_code, detail=text[:300]
-        )
+        title, text = response.reason_phrase or "error", response.text.strip()
+        return Problem(title=title, status=response.status_code, detail=text[:300])
 
 
 def include_of(include: str) -> str:

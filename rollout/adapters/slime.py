@@ -39,9 +39,8 @@ def sample_dicts(
         for sample in samples(rollout, policy or rollout.request.policy) or [weightless()]:
             place = {"group_index": group_index, "index": first_index + len(rows)}
             place["rollout_id"] = first_index + number
-            rows.append(
-                _fields(rollout, sample, values.get(sample.chain.role, values["agent"])[number]) | place
-            )
+            reward = values.get(sample.chain.role, values["agent"])[number]
+            rows.append(_fields(rollout, sample, reward) | place)
     return rows
 
 

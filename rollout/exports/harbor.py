@@ -100,9 +100,8 @@ def _job(results: list[dict[str, Any]]) -> dict[str, Any]:
     for result in results:
         name, agent = result["trial_name"], result["config"]["agent"]
         key = "__".join(filter(None, (agent["name"], agent["model_name"], result["source"])))
-        part = evals.setdefault(
-            key, {"n_trials": 0, "n_errors": 0, "reward_stats": {}, "exception_stats": {}}
-        )
+        none = {"n_trials": 0, "n_errors": 0, "reward_stats": {}, "exception_stats": {}}
+        part = evals.setdefault(key, none)
         part["n_trials"] += result["verifier_result"]["rewards"] is not None
         for reward, value in (result["verifier_result"]["rewards"] or {}).items():
             part["reward_stats"].setdefault(reward, {}).setdefault(value, []).append(name)

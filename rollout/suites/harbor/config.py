@@ -338,9 +338,8 @@ def merged(of_task: Any, of_step: Any) -> Any:
             own.setdefault("environment_mode", "separate")
         elif of_step.environment_mode == "shared":
             own["environment"] = None
-    return of_task.model_copy(
-        update={name: value for name, value in own.items() if name != "user" or value is not None}
-    )
+    own = {name: value for name, value in own.items() if name != "user" or value is not None}
+    return of_task.model_copy(update=own)
 
 
 def resolved(env: Mapping[str, str], given: Mapping[str, str], where: str = "env") -> dict[str, str]:

@@ -104,9 +104,8 @@ def load(path: str | Path, check_image: bool = True) -> TaskDirectory:
         raise SuiteError(f"{file}: {problems_of(error)}") from None
     except (ValueError, OverflowError, RecursionError) as error:  # of numbers and tables that are too much
         raise SuiteError(f"{file}: cannot be read: {error}") from None
-    config = config.model_copy(
-        update={"environment": environment_of(root / "environment", config.environment)}
-    )
+    environment = environment_of(root / "environment", config.environment)
+    config = config.model_copy(update={"environment": environment})
     _require_possible(file, config)
     steps = tuple(_steps(root, config))
     if check_image and config.environment.docker_image is None:
