@@ -12,12 +12,12 @@ from typing import Any, Protocol, TypeVar
 import redis
 import structlog
 
-from rollout.schema import ErrorInfo, RolloutRequest, Stage, State
+from rollout.schema import RolloutRequest, Stage, State
 from rollout.trajectory import FinishReason
 from sandbox.client import SandboxClient
 from sandbox.errors import ImageError, RuntimeUnavailable, SandboxError
 from sandbox.spec import Fate
-from services.state.rollouts.store import ABSENT, Claim, Finish
+from services.state.rollouts.store import ABSENT, Claim, Finish, error_fields
 from workers.agent.others import Others
 from workers.agent.placement import PromptSizes
 from workers.agent.router import Router
@@ -174,22 +174,11 @@ Body = Callable[[StageRun], Awaitable[Finish]]
 """A stage's own work. What it raises is turned into an outcome here."""
 
 
-def error_fields(error: ErrorInfo) -> dict[str, str]:
-    """Fields of the record that say what went wrong, and that the sample is not to be trained on."""
-    return {
-        "error": error.model_dump_json(),
-        "blame": error.blame.value,
-        "drop": "1",
-        "drop_reason": f"{error.blame.value}: {error.type}",
-        "reward": "",
-    }
-
-
 def failed(run: StageRun, error: Exception) -> dict[str, str]:
     """Say in the log that the stage failed; the record's fields that say so too."""
     info = describe(run.laid(error), run.claim.stage)
     run.log.warning("stage failed", blame=info.blame.value, error=info.message, type=info.type)
-    return error_fields(info) | {"finish_reason": FinishReason.ERROR.value}
+    return error_fields(info)
 
 
 def failure(run: StageRun, error: Exception) -> Finish:
@@ -212,7 +201,7 @@ def interrupted(run: StageRun) -> Finish | None:
         return Finish(State.CANCELLED)
     if reason == OVERDUE:
         info = describe(DeadlinePassed("the deadline of the rollout passed"), run.claim.stage)
-        return Finish(State.TIMED_OUT, error_fields(info) | {"finish_reason": FinishReason.TIME_LIMIT.value})
+        return Finish(State.TIMED_OUT, error_fields(info, FinishReason.TIME_LIMIT))
     if reason == SHUTDOWN:
         return Finish(PASSED_ON if run.can_pass_on else "handback")
     return None

@@ -11,13 +11,13 @@ import redis
 from rollout.schema import Backend, Blame, ErrorInfo, Limits, Stage, State
 from rollout.trajectory import FinishReason
 from services.state import keys
-from services.state.rollouts.store import Finish
+from services.state.rollouts.store import Finish, error_fields
 from tests.helpers.stage_worker import NODE, Worker, meanwhile, stage_worker
 from workers import process as processes
 from workers.errors import InfrastructureError
 from workers.held import CANCEL, LOST, OVERDUE, SHUTDOWN, Held
 from workers.sandboxes import owner_of
-from workers.stage import error_fields, outcome_fields
+from workers.stage import outcome_fields
 
 
 @pytest.fixture

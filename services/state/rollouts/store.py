@@ -35,10 +35,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     # RUNNING and EVALUATING to themselves: claimed by a worker, or taken from a dead one.
     State.RUNNING: frozenset({State.RUNNING, State.EVALUATING, State.QUEUED} | _ENDS),
     State.EVALUATING: frozenset({State.EVALUATING, State.COMPLETED, State.QUEUED} | _ENDS),
-    State.COMPLETED: frozenset(),
-    State.FAILED: frozenset(),
-    State.CANCELLED: frozenset(),
-    State.TIMED_OUT: frozenset(),
+    **dict.fromkeys(TERMINAL_STATES, frozenset()),
 }
 """From each state, the states that may follow. Back to QUEUED is a new attempt from INIT."""
 
@@ -147,6 +144,18 @@ class Overdue:
     attempt: int
     stage: str
     node: str | None = None
+
+
+def error_fields(error: ErrorInfo, reason: FinishReason = FinishReason.ERROR) -> dict[str, str]:
+    """Fields of the record that say what went wrong, and that the sample is not to be trained on."""
+    return {
+        "error": error.model_dump_json(),
+        "blame": error.blame.value,
+        "drop": "1",
+        "drop_reason": f"{error.blame.value}: {error.type}",
+        "reward": "",
+        "finish_reason": reason.value,
+    }
 
 
 class RolloutStore(RolloutReader):
@@ -329,15 +338,7 @@ class RolloutStore(RolloutReader):
             type="UnreadableRecord",
             message=f"the record in Redis cannot be read: {first_line(cause)}",
         )
-        fields = {
-            "error": error.model_dump_json(),
-            "blame": error.blame.value,
-            "drop": "1",
-            "drop_reason": f"{error.blame.value}: {error.type}",
-            "reward": "",
-            "finish_reason": FinishReason.ERROR.value,
-        }
-        self._end("finish", rollout_id, fence, stage, Finish(State.FAILED, fields))
+        self._end("finish", rollout_id, fence, stage, Finish(State.FAILED, error_fields(error)))
 
     def absent_on(self, rollout_id: str) -> set[str]:
         """The nodes that could not start a rollout's image when they tried."""
