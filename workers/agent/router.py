@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Protocol
 
 import aiohttp
 import structlog
@@ -47,47 +47,32 @@ class Router(Protocol):
     async def release(self) -> None: ...
 
 
+@dataclass(eq=False)
 class BackendRouter:
     """All calls of one rollout. The token buffer makes a retry exact: a broken call adds nothing to it."""
 
-    def __init__(
-        self,
-        rollout_id: str,
-        placements: Placements,
-        http: aiohttp.ClientSession,
-        *,
-        fence: int | None = None,
-        group_id: str | None = None,
-        policy_version: str | None = None,
-        wait_s: float = 120.0,
-        policy: str = DEFAULT_POLICY,
-        tenant: str = DEFAULT_TENANT,
-        priority: int = 0,
-        slot: str = "",
-    ) -> None:
-        """
-        Args:
-            policy, tenant, priority, slot: As `BackendStore.acquire` has them.
-            policy_version: Where the rollout may start; one under way goes on at any version.
-            wait_s: Seconds to wait, at the start or within a turn, while no backend is usable.
-        """
-        self._rollout_id = rollout_id
-        self._placements = placements
-        self._http = http
-        self._fence = fence
-        self._group_id = group_id
-        self._policy = policy
-        self._policy_version = policy_version
-        self._of: dict[str, Any] = {"policy": policy, "tenant": tenant, "slot": slot}
-        self._priority, self._slot = priority, slot
-        self._wait_s = wait_s
-        self._asked = False
-        self._reserved = 1
-        self._foreign: tuple[str, ...] = ()
-        """Backends that cannot take the rollout over."""
-        self.accepts: Callable[[Backend], Awaitable[str | None]] | None = None
-        self.backend: Backend | None = None
-        self.metrics: dict[str, float] = {}
+    rollout_id: str
+    placements: Placements
+    http: aiohttp.ClientSession
+    _: KW_ONLY
+    fence: int | None = None
+    group_id: str | None = None
+    policy_version: str | None = None
+    """Where the rollout may start; one under way goes on at any version."""
+    wait_s: float = 120.0
+    """Seconds to wait, at the start or within a turn, while no backend is usable."""
+    policy: str = DEFAULT_POLICY
+    """As `BackendStore.acquire` has it, and so are tenant, priority and slot."""
+    tenant: str = DEFAULT_TENANT
+    priority: int = 0
+    slot: str = ""
+    accepts: Callable[[Backend], Awaitable[str | None]] | None = None
+    backend: Backend | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    _asked: bool = False
+    _reserved: int = 1
+    _foreign: tuple[str, ...] = ()
+    """Backends that cannot take the rollout over."""
 
     async def acquire(self, tokens: int = 1) -> Backend:
         """The rollout's backend; waits for one that has room and pins the rollout to it.
@@ -103,9 +88,9 @@ class BackendRouter:
         self._asked, self._reserved = True, max(1, tokens)
         started = time.monotonic()
         unusable_since: float | None = None
-        with self._placements.waiting(self._rollout_id, self._slot) as granted:
+        with self.placements.waiting(self.rollout_id, self.slot) as granted:
             while True:
-                changed = self._placements.changed
+                changed = self.placements.changed
                 granted.clear()
                 placed = await self._ask()
                 if placed.word == "ok":
@@ -117,20 +102,22 @@ class BackendRouter:
                     # It is in line now, and is told when it has got room.
                     unusable_since, changed = None, granted
                 else:
-                    unusable_since = unusable_since or self._placements.clock()
-                    if self._placements.clock() - unusable_since >= self._wait_s:
+                    unusable_since = unusable_since or self.placements.clock()
+                    if self.placements.clock() - unusable_since >= self.wait_s:
                         raise self._none_usable(placed.why)
-                await self._placements.change(changed)
+                await self.placements.change(changed)
 
     async def _ask(self) -> Placed:
-        return await self._placements.acquire(
-            self._rollout_id,
+        return await self.placements.acquire(
+            self.rollout_id,
             tokens=self._reserved,
-            fence=self._fence,
-            group=self._group_id,
-            policy_version=self._policy_version,
-            priority=self._priority,
-            **self._of,
+            fence=self.fence,
+            group=self.group_id,
+            policy_version=self.policy_version,
+            policy=self.policy,
+            tenant=self.tenant,
+            priority=self.priority,
+            slot=self.slot,
         )
 
     async def release(self) -> None:
@@ -138,7 +125,7 @@ class BackendRouter:
         if self._asked:
             # Also when no answer was seen: the reservation of a cancelled acquire may have been made.
             self._asked, self.backend = False, None
-            await self._placements.release(self._rollout_id, self._slot)
+            await self.placements.release(self.rollout_id, self.slot)
 
     async def generate(
         self, request: SampleRequest, timeout_s: float, watch: Watch | None = None
@@ -163,7 +150,7 @@ class BackendRouter:
         while True:
             backend = await self._extend(len(pieces.rest.prompt), failed)
             if backend is not None:
-                client = EngineClient(self._http, backend)
+                client = EngineClient(self.http, backend)
                 try:
                     return pieces.joined(await self._call(client, pieces.rest, timeout_s, watch))
                 except BackendUnavailable as error:
@@ -177,23 +164,23 @@ class BackendRouter:
                 log.warning(
                     "model call failed",
                     kept=0 if piece is None else len(piece.token_ids),
-                    rollout_id=self._rollout_id,
+                    rollout_id=self.rollout_id,
                     backend=backend.id,
                     attempt=attempts,
                     error=str(last),
                 )
-            trouble_since = trouble_since or self._placements.clock()
+            trouble_since = trouble_since or self.placements.clock()
             # Whoever ends every call by itself is no better than one that fails it.
             if backend is not None and not (last.aborted and attempts < MIN_ATTEMPTS):
                 failed = (*failed, backend.id)
                 if not last.after_s:
-                    await self._placements.suspect(backend.id)
+                    await self.placements.suspect(backend.id)
                 continue
             # None: every backend has failed this turn or is down, so begin again with the pinned one.
             # Aborted: the engine lives and says so (a weight update); the prefix is cached there, so stay.
             failed = ()
-            waited = self._placements.clock() - trouble_since
-            over = waited >= self._wait_s and (backend is None or attempts >= MIN_ATTEMPTS)
+            waited = self.placements.clock() - trouble_since
+            over = waited >= self.wait_s and (backend is None or attempts >= MIN_ATTEMPTS)
             if isinstance(last, BrokenCall) and (over or attempts >= MIN_ATTEMPTS):
                 raise ModelError(f"{attempts} answers could not be used; the last: {last}") from last
             if over:
@@ -208,7 +195,7 @@ class BackendRouter:
     ) -> Completion:
         backend = client.backend
         call = asyncio.ensure_future(client.generate(request, timeout_s, watch))
-        self._placements.watch(backend.id, call, backend.policy)
+        self.placements.watch(backend.id, call, backend.policy)
         try:
             completion = await call
         except asyncio.CancelledError:
@@ -234,12 +221,12 @@ class BackendRouter:
                 await self._trust(backend, piece)
                 return piece
             # Nobody said which weights they are from; a call that was ended for new ones had the old.
-            if (kept := await self._placements.kept(backend)) is False:
+            if (kept := await self.placements.kept(backend)) is False:
                 raise BackendUnavailable(f"backend {backend.id}: its weights turned out to be wrong")
             version = backend.policy_version if kept or why.aborted else None
             return replace(piece, spans=[(version, 0, len(piece.token_ids))])
         except BackendUnavailable as error:
-            await self._placements.suspect(backend.id)
+            await self.placements.suspect(backend.id)
             raise BrokenCall(f"ids that were passed on do not count: {error}") from error
 
     async def _trust(self, backend: Backend, completion: Completion) -> None:
@@ -248,20 +235,22 @@ class BackendRouter:
         for version in dict.fromkeys(version for version, _, _ in completion.spans):
             if backend.policy_version in (None, version):
                 continue
-            if not await self._placements.trusted(backend.id, version, backend.policy):
+            if not await self.placements.trusted(backend.id, version, backend.policy):
                 raise BackendUnavailable(f"backend {backend.id}: weights {version!r} turned out to be wrong")
 
     async def _extend(self, context: int, failed: tuple[str, ...]) -> Backend | None:
         """Reserve what the call needs; the backend to use, or None when every one has failed."""
         self._reserved = max(1, context)
         while True:
-            placed = await self._placements.extend(
-                self._rollout_id,
+            placed = await self.placements.extend(
+                self.rollout_id,
                 self._reserved,
-                fence=self._fence,
-                policy_version=self._policy_version,
+                fence=self.fence,
+                policy_version=self.policy_version,
                 exclude=(*failed, *self._foreign),
-                **self._of,
+                policy=self.policy,
+                tenant=self.tenant,
+                slot=self.slot,
             )
             if placed.word == "lost":
                 raise self._lost()
@@ -273,7 +262,7 @@ class BackendRouter:
                 return self._take(placed)
             log.warning(
                 "backend cannot take the rollout over",
-                rollout_id=self._rollout_id,
+                rollout_id=self.rollout_id,
                 backend=placed.backend.id,
                 why=why_not,
             )
@@ -282,7 +271,7 @@ class BackendRouter:
     def _take(self, placed: Placed) -> Backend:
         if placed.moved:
             self._count(f"moved_{placed.why}")
-            log.info("rollout moved", rollout_id=self._rollout_id, backend=placed.backend.id, why=placed.why)
+            log.info("rollout moved", rollout_id=self.rollout_id, backend=placed.backend.id, why=placed.why)
         self.backend = placed.backend
         return placed.backend
 
@@ -290,16 +279,16 @@ class BackendRouter:
         self.metrics[name] = self.metrics.get(name, 0) + 1
 
     def _lost(self) -> RolloutLost:
-        return RolloutLost(f"rollout {self._rollout_id} is not this worker's any more")
+        return RolloutLost(f"rollout {self.rollout_id} is not this worker's any more")
 
     def _none_usable(self, why: str) -> InfrastructureError:
-        version = f" of policy version {self._policy_version!r}" if self._policy_version else ""
-        if self._policy != DEFAULT_POLICY:
-            version = f" of policy {self._policy!r}{version and f', version {self._policy_version!r},'}"
+        version = f" of policy version {self.policy_version!r}" if self.policy_version else ""
+        if self.policy != DEFAULT_POLICY:
+            version = f" of policy {self.policy!r}{version and f', version {self.policy_version!r},'}"
         if not why:
-            why = f"no backend serves policy {self._policy!r}"
+            why = f"no backend serves policy {self.policy!r}"
         return InfrastructureError(
-            f"no LLM backend{version} was usable for {self._wait_s:g} s ({why}); register "
+            f"no LLM backend{version} was usable for {self.wait_s:g} s ({why}); register "
             "one with POST /v1/backends, or see GET /v1/backends for what ails them (`version`: it lacks the "
             "current weights; where nobody can bring them any more, `rollout policy forget`)"
         )
