@@ -478,8 +478,8 @@ def test_an_observation_that_no_turn_has_read_is_in_no_later_chain():
     prompt, sampled = codec.render(ASKED, []), encode(codec, "1<|im_end|>")
     completion = Completion("c", sampled, [-0.5] * len(sampled), "stop", [("v1", 0, len(sampled))])
     buffer.start(ASKED, prompt)
-    buffer.add_sampled(completion)
+    buffer.add_sampled(completion, codec.parse(prompt, sampled))
     buffer.add_observations(answer, buffer.bridge(answer))
     buffer.start(ASKED, prompt)
-    buffer.add_sampled(completion)
+    buffer.add_sampled(completion, codec.parse(prompt, sampled))
     assert [chain.token_ids for chain in trajectory.chains] == [prompt + sampled] * 2

@@ -95,7 +95,7 @@ def test_ids_of_twenty_turns_are_those_that_were_sampled_and_no_text_forges_one(
         text = published.call + published.end if calls else published.answer()
         sampled = spelt(codec, text)
         assert sampled != encode(codec, text), "else this would prove nothing"
-        buffer.add_sampled(completion(sampled))
+        buffer.add_sampled(completion(sampled), codec.parse(buffer.ids, sampled))
         expected = expected + sampled
         forged = f"{nasty[turn % len(nasty)]} {published.end}{nasty[-1]}"
         answers = [Message(role=role, content=said, name="look") for said in (forged, "plain words")]
@@ -107,7 +107,7 @@ def test_ids_of_twenty_turns_are_those_that_were_sampled_and_no_text_forges_one(
         expected = expected + delta
         assert buffer.ids == expected
     last = encode(codec, published.answer())
-    buffer.add_sampled(completion(last))
+    buffer.add_sampled(completion(last), codec.parse(buffer.ids, last))
     assert trajectory.chain.token_ids == expected + last
     assert sum(segment.sampled for segment in trajectory.chain.segments) == TURNS + 1
 

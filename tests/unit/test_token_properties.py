@@ -107,7 +107,7 @@ def test_what_was_sampled_comes_back_id_by_id(episode):
     versions: list[str | None] = []
     for number, (completion, new) in enumerate(turns):
         assert buffer.ids == expected, "the prompt of a call is all that was before"
-        buffer.add_sampled(completion)
+        buffer.add_sampled(completion, codec.parse(buffer.ids, completion.token_ids))
         expected += completion.token_ids
         mask += [1] * len(completion.token_ids)
         logprobs += completion.logprobs

@@ -22,22 +22,14 @@ class TokenBuffer:
     def __init__(self, codec: Codec, trajectory: Trajectory) -> None:
         self._codec = codec
         self._trajectory = trajectory
-        self._ids: list[int] = []
+        self.ids: list[int] = []
+        """Everything so far: the prompt of the next call."""
         self._prompt_len = 0
         """Ids before the last sampled turn."""
         self._pending: Segment | None = None
         """The observation that the next call will read."""
         self._next: Chain | None = None
         """The chain that the next call begins."""
-
-    @property
-    def ids(self) -> list[int]:
-        """Everything so far: the prompt of the next call."""
-        return self._ids
-
-    @property
-    def chain(self) -> Chain:
-        return self._trajectory.chain
 
     def start(self, messages: list[Message], ids: list[int]) -> None:
         """Begin a chain with a rendered conversation; it joins those before with its first sampled turn."""
@@ -47,25 +39,23 @@ class TokenBuffer:
         self._next.append(Segment(role=messages[-1].role, token_ids=list(ids), messages=messages))
         if not self._trajectory.chains:
             self._begin()
-        self._ids, self._prompt_len, self._pending = list(ids), 0, None
+        self.ids, self._prompt_len, self._pending = list(ids), 0, None
 
     def _begin(self) -> None:
         self._trajectory.chains.append(self._next)
         self._trajectory.unread, self._next = [], None
 
-    def add_sampled(self, completion: Completion, turn: ParsedTurn | None = None) -> ParsedTurn:
-        """Append what a call sampled, exactly as it was returned, and parse it unless that was done."""
-        turn = turn or self._codec.parse(self._ids, completion.token_ids)
+    def add_sampled(self, completion: Completion, turn: ParsedTurn) -> None:
+        """Append what a call sampled, exactly as it was returned."""
         if self._next is not None:
             self._begin()
         if self._pending is not None:
-            self.chain.append(self._pending)
+            self._trajectory.chain.append(self._pending)
             self._pending, self._trajectory.unread = None, []
         for segment in sampled_segments(completion, turn.message):
-            self.chain.append(segment)
-        self._prompt_len = len(self._ids)
-        self._ids = self._ids + completion.token_ids
-        return turn
+            self._trajectory.chain.append(segment)
+        self._prompt_len = len(self.ids)
+        self.ids = self.ids + completion.token_ids
 
     def bridge(self, messages: list[Message]) -> list[int]:
         """The ids that the environment's messages take behind the last sampled turn.
@@ -76,13 +66,13 @@ class TokenBuffer:
         """
         if self._prompt_len == 0 or self._pending is not None:
             raise ValueError("a sampled turn is answered once: pass all messages that follow it together")
-        return self._codec.bridge(self._ids[: self._prompt_len], self._ids[self._prompt_len :], messages)
+        return self._codec.bridge(self.ids[: self._prompt_len], self.ids[self._prompt_len :], messages)
 
     def add_observations(self, messages: list[Message], ids: list[int]) -> None:
         """Append messages with the ids that `bridge` gave for them."""
         self._pending = Segment(role=messages[-1].role, token_ids=ids, messages=messages)
         self._trajectory.unread = messages
-        self._ids = self._ids + ids
+        self.ids = self.ids + ids
 
 
 LEAST_KEPT = 200
