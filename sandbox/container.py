@@ -30,9 +30,7 @@ KILL_ROUND_S = 0.05
 KILL_ROUNDS = 100
 STDERR_TAIL_CHARS = 2000
 REST_TIMEOUT_S = 0.5
-OPEN_FILES = (
-    4096  # of one process: the watchdog looks at each descriptor, and so must not have millions to see
-)
+OPEN_FILES = 4096  # of one process: the watchdog looks at each descriptor, and must not have millions to see
 NICENESS = 10  # the agent's processes yield to the server, the workers and the host
 
 # Of the shell inside. Nothing may wait at a pager, an editor or a password prompt.
@@ -110,7 +108,6 @@ class Container:
                     stdin = await connection.in_thread(self._start, on_start, command)
             except (OSError, SandboxStartError) as error:
                 raise SandboxStartError(f"cannot start {self.runtime.name}: {error}") from error
-            assert self.pid is not None and self.process is not None
             with stdin:
                 self.start_time = processes.start_time(self.pid)
                 on_pid(self)  # before it goes on, so that a host that ends here leaves nothing unknown
@@ -198,7 +195,6 @@ class Container:
     def _process_limits(self) -> dict[str, int]:
         if self.runtime.name == "local-unsafe":  # it would count all processes of the user
             return {}
-        assert self.limits.memory_mb and self.limits.disk_mb and self.limits.processes
         return {
             "memory_bytes": self.limits.memory_mb << 20,
             "file_bytes": self.limits.disk_mb << 20,
@@ -280,7 +276,6 @@ class Container:
     @classmethod
     def revive(cls, record: Record, state: Path, code: Path, interpreter: Path | None) -> Container:
         """The container of a record that may be adopted. Its first process is no child of ours."""
-        assert record.spec is not None and record.info is not None
         rootfs = Path(record.rootfs) if record.rootfs else None
         launch = Launch(record.id, state, code, rootfs, record.spec.network, interpreter)
         return cls(

@@ -21,13 +21,7 @@ from sandbox import connection, paths, payload, processes, trees
 from sandbox.config import HostConfig
 from sandbox.container import Container, end_strays, runtime_of
 from sandbox.equipment import Equipment
-from sandbox.errors import (
-    ImageError,
-    NodeShort,
-    SandboxError,
-    SandboxRequestError,
-    SandboxStartError,
-)
+from sandbox.errors import ImageError, NodeShort, SandboxError, SandboxRequestError, SandboxStartError
 from sandbox.pool import Kind, WarmPool
 from sandbox.records import Record, Records, boot_id, now
 from sandbox.room import shortages
@@ -201,7 +195,6 @@ class Containers:
 
     def _info_of(self, container: Container, spec: SandboxSpec, began: float, warm: bool) -> SandboxInfo:
         runtime = container.runtime
-        assert container.pid is not None
         return SandboxInfo(
             id=container.id,
             socket=container.address.text(),
@@ -381,25 +374,18 @@ class Containers:
 
     def list(self) -> list[dict[str, Any]]:
         """All claimed sandboxes: their info and the seconds left to them."""
-        return [
-            c.info.to_json() | {"seconds_left": round(c.deadline - now(), 1)}
-            for c in self.claimed()
-            if c.info is not None and c.deadline is not None
-        ]
+        return [c.info.to_json() | {"seconds_left": round(c.deadline - now(), 1)} for c in self.claimed()]
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start of the host, and what is going on."""
-        return (
-            self.counts
-            | self.snapshots.stats()
-            | {
-                "claimed": len(self.claimed()),
-                "warm": self.pool.ready(),
-                "known": len(self._all),
-                "waiting": self._waiting,
-                "parallel_starts": PARALLEL_STARTS,
-            }
-        )
+        going_on = {
+            "claimed": len(self.claimed()),
+            "warm": self.pool.ready(),
+            "known": len(self._all),
+            "waiting": self._waiting,
+            "parallel_starts": PARALLEL_STARTS,
+        }
+        return self.counts | self.snapshots.stats() | going_on
 
     def _write_record(self, container: Container) -> None:
         self._records.write(container.record(self._boot_id))

@@ -76,10 +76,9 @@ class Host:
         try:
             if refusal := peers.refusal(writer.get_extra_info("socket")):
                 log.warning("somebody who is not ours has connected: %s", refusal)
-                error_reply = errors.NotAllowed(
-                    f"the sandbox host answers its own user's programs alone: {refusal}"
-                )
-                await connection.send(writer, {"ok": False, "error": errors.to_wire(error_reply)})
+                problem = f"the sandbox host answers its own user's programs alone: {refusal}"
+                error = errors.to_wire(errors.NotAllowed(problem))
+                await connection.send(writer, {"ok": False, "error": error})
                 return
             while (request := await connection.receive(reader)) is not None:
                 task = asyncio.create_task(self._answer(request))
@@ -170,15 +169,6 @@ def take_lock(state: Path) -> int:
     return fd
 
 
-def detach() -> None:
-    """Go on as an orphan in a session of our own, so that whoever starts us may end or wait for its
-    children.
-    """
-    if os.fork():
-        os._exit(0)
-    os.setsid()
-
-
 def main() -> int:
     """Entry point of the daemon."""
     parser = argparse.ArgumentParser(
@@ -189,7 +179,10 @@ def main() -> int:
     parser.add_argument("--ready-fd", type=int, help="write 'ok' here when serving, or what is wrong")
     options = parser.parse_args()
     if options.detach:
-        detach()
+        # An orphan in a session of its own: whoever starts us may end, or wait for its children.
+        if os.fork():
+            os._exit(0)
+        os.setsid()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
     def tell(text: str) -> None:
@@ -198,9 +191,6 @@ def main() -> int:
                 os.write(options.ready_fd, text.encode())
             os.dup2(2, options.ready_fd)  # so that whoever reads comes to its end
             options.ready_fd = None
-
-    async def serve(state: Path) -> None:
-        await Host(state, config).run(lambda: tell("ok"))
 
     seccomp.join_own_keyring()  # what a runtime starts before our walls are up has no key of this user's
     try:
@@ -211,7 +201,7 @@ def main() -> int:
         # Two descriptors a sandbox, and one for each that waits for one.
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        asyncio.run(serve(state))
+        asyncio.run(Host(state, config).run(lambda: tell("ok")))
         os.close(shield)
         os.close(lock)
     except (errors.SandboxError, OSError) as error:
