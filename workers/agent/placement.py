@@ -101,10 +101,7 @@ class Placements(Room):
         They do where it is known to serve them, or did: a long call may see several updates. A label that
         nobody knows is a server that was started anew, and is probed, or one that lies.
         """
-        while True:
-            backend = await ask(self._store.get, backend_id, policy)
-            if backend is None or not backend.paused:
-                break
+        while (backend := await ask(self._store.get, backend_id, policy)) is not None and backend.paused:
             await asyncio.sleep(EXCHANGE_POLL_S)
         if backend is None or backend.policy_version == version:
             return backend is not None and policy not in backend.rejected

@@ -49,8 +49,8 @@ class Placed:
 
     word: Literal["ok", "full", "none", "lost"]
     """`full`: all that fit are at capacity, so the rollout waits in line; it asks again when it is told, or
-    after a while. `none`: none is healthy, unpaused and of the wanted
-    version. `lost`: the rollout is not the caller's any more."""
+    after a while. `none`: none is healthy, unpaused and of the wanted version. `lost`: the rollout is not the
+    caller's any more."""
     backend: Backend | None
     why: str
     """With `ok`: `group`, `spill`, `failover` or empty. Else what is in the way, as `2 full, 1 unhealthy`."""
@@ -160,11 +160,7 @@ class BackendStore:
         return known
 
     def recover(
-        self,
-        backend_id: str,
-        *,
-        by: Literal["health", "weights"] = "weights",
-        policy: str = DEFAULT_POLICY,
+        self, backend_id: str, *, by: Literal["health", "weights"] = "weights", policy: str = DEFAULT_POLICY
     ) -> bool:
         """The end of `fail` by the same."""
         return self._set(backend_id, verdict_of(by, policy), "")
