@@ -113,11 +113,10 @@ class Sandboxes:
             TaskError: The rollout's tenant may not have such a sandbox.
             SandboxError: It did not start; the message carries the runtime's own words.
         """
-        more = {"env": env or {}, "files": files or {}, "binds": tuple(binds), "ipython": ipython}
-        more["snapshot"] = snapshot
-        spec = await self._spec(ctx, image, network, limits, **more)
+        more = {"env": env or {}, "files": files or {}, "ipython": ipython, "snapshot": snapshot}
+        spec = await self._spec(ctx, image, network, limits, binds=tuple(binds), **more)
         info = await self._start(replace(spec, binds=(*self.shown, *spec.binds)))
-        record = SandboxRecord(
+        record = self.own = SandboxRecord(
             id=info.id,
             runtime=info.runtime,
             image=image or self._settings.sandbox_image,
@@ -125,7 +124,6 @@ class Sandboxes:
             isolation_missing=info.isolation_missing,
             start_ms=info.start_ms,
         )
-        self.own = record
         box = json.dumps({"record": record.model_dump(), "socket": info.socket})
         took = "" if record.start_ms is None else f" in {record.start_ms:.0f} ms"
         text = f"sandbox {record.id} started{took} on {record.node}: {record.runtime}, image {record.image}"

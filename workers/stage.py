@@ -166,9 +166,6 @@ class StageRun:
             return error
         return laid(error, self.handler)
 
-    def retry_delay(self) -> float:
-        return self.services.settings.retry_delay_s * 2 ** (self.claim.attempt - 1)
-
 
 Body = Callable[[StageRun], Awaitable[Finish]]
 """A stage's own work. What it raises is turned into an outcome here."""
@@ -190,8 +187,10 @@ def failure(run: StageRun, error: Exception) -> Finish:
         return Finish("elsewhere", failed(run, error), delay_s=run.services.settings.retry_delay_s)
     error = run.laid(error)
     fields = failed(run, error)
-    retry = isinstance(error, StageError) and error.retry
-    return Finish("again" if retry else State.FAILED, fields, delay_s=run.retry_delay() if retry else None)
+    if isinstance(error, StageError) and error.retry:
+        delay_s = run.services.settings.retry_delay_s * 2 ** (run.claim.attempt - 1)
+        return Finish("again", fields, delay_s=delay_s)
+    return Finish(State.FAILED, fields)
 
 
 def interrupted(run: StageRun) -> Finish | None:
