@@ -135,14 +135,6 @@ def _expand(request: RolloutRequest, batch_group: str = "") -> list[NewRollout]:
     digest = hashlib.sha256(body.encode()).hexdigest()
     group_id, ids = request.rollout_ids()
     return [
-        NewRollout(
-            id=rollout_id,
-            group_id=group_id,
-            index=index,
-            request=request,
-            request_json=body,
-            digest=digest,
-            batch_group=batch_group,
-        )
+        NewRollout(rollout_id, group_id, index, request, body, digest, batch_group)
         for index, rollout_id in enumerate(ids)
     ]

@@ -11,7 +11,6 @@ import os
 import socket
 from base64 import b64encode
 from collections.abc import Sequence
-from typing import Any
 from uuid import uuid4
 
 from celery import Celery
@@ -20,15 +19,12 @@ from pydantic_core import to_json
 from services.queues import STAGE_TASK, Ref, describe, route
 
 _TASKS = [*STAGE_TASK.values()]
-
-
-def _links(names: Sequence[str]) -> list[dict[str, Any]]:
-    """What follows, as a message carries it: the last of the list goes next."""
-    rest = {"args": [], "kwargs": {}, "options": {}, "subtask_type": None, "immutable": False}
-    return [{"task": name, **rest} for name in reversed(names)]
-
-
-_CHAINS = {name: _links(_TASKS[at:]) for at, name in enumerate(_TASKS, 1)}
+_LINK = {"args": [], "kwargs": {}, "options": {}, "subtask_type": None, "immutable": False}
+_CHAINS = {
+    task: [{"task": later, **_LINK} for later in reversed(_TASKS[at:])] for at, task in enumerate(_TASKS, 1)
+}
+"""What follows each task, as a message carries it: the last of the list goes next."""
+_NOT_USED = "shadow", "eta", "expires", "group", "group_index", "ignore_result", "stamped_headers"
 
 
 def message(
@@ -46,9 +42,7 @@ def message(
         "lang": "py",
         "task": task,
         "id": task_id,
-        **dict.fromkeys(
-            ("shadow", "eta", "expires", "group", "group_index", "ignore_result", "stamped_headers")
-        ),
+        **dict.fromkeys(_NOT_USED),
         "retries": 0,
         "timelimit": [None, None],
         "root_id": root_id or task_id,
@@ -68,12 +62,11 @@ def message(
         "body_encoding": "base64",
         "delivery_tag": str(uuid4()),
     }
-    return to_json(
-        {
-            "body": b64encode(to_json([args, {}, embedded])).decode(),
-            "content-encoding": "utf-8",
-            "content-type": "application/json",
-            "headers": headers,
-            "properties": properties,
-        }
-    )
+    sent = {
+        "body": b64encode(to_json([args, {}, embedded])).decode(),
+        "content-encoding": "utf-8",
+        "content-type": "application/json",
+        "headers": headers,
+        "properties": properties,
+    }
+    return to_json(sent)
