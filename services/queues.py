@@ -70,27 +70,22 @@ def make_celery(settings: Settings) -> Celery:
         broker_url=broker_url,
         result_backend=None,
         task_ignore_result=True,
-        task_store_errors_even_if_ignored=False,
         task_acks_late=False,
-        task_serializer="json",
         accept_content=["json"],
         task_routes=(route,),
         task_default_queue=INIT,
-        task_create_missing_queues=True,
         # One at a time: a rollout reserved by a busy worker would wait while another one idles.
         worker_prefetch_multiplier=1,
         worker_disable_prefetch=True,
         worker_pool="threads",
         worker_concurrency=settings.worker_slots,
         worker_send_task_events=True,
-        task_send_sent_event=False,
         # `_say_arguments` says what monitors show; Celery's own text of every argument costs more.
         task_repr_maxlevels=1,
         worker_hijack_root_logger=False,
         worker_redirect_stdouts=False,
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,
-        broker_pool_limit=10,
         broker_transport_options={
             # No copy of each message in hand is kept in Redis: four commands a message, to bring back what
             # the reaper brings back sooner.
