@@ -99,14 +99,8 @@ class Sandboxes:
         """Boot the rollout's sandbox and note it in the record.
 
         Args:
-            image: Name, SIF or directory; None = the deployment's default.
-            network: `none` or `host`.
-            env: Variables of the shell.
-            files: Put into the workspace: relative path → text.
+            image: As `SandboxSpec` has it, and so are those not named here; None = the deployment's default.
             limits: None, and what it leaves open = what the node gives.
-            binds: Places of the node to show inside, which its operator allows.
-            ipython: Start the kernel now, in the background.
-            snapshot: Begin with what is kept under this name (see `SandboxSpec`), whose image it is.
             fields: Of the record, to be written with the note.
 
         Raises:
