@@ -28,8 +28,7 @@ from services.state import keys
 from services.state.together import Together
 from services.version import STAMP
 
-_KEY = re.compile(r"\bKEY\.(\w+)")
-_SPELLED = re.compile(r"\bKEY\.(\w+)\(([\w.]+(?:, [\w.]+)*)\)")
+_KEY = re.compile(r"\bKEY\.(\w+)(?:\(((?:[^()]|\([^()]*\))*)\))?")
 _NEEDS = re.compile(r"-- needs: (.*)\n")
 _COMMENT = re.compile(r"^\s*--.*\n", re.MULTILINE)
 _BEGINS = re.compile(r"^(?=\w)(?!end\b)", re.MULTILINE)
@@ -63,12 +62,7 @@ def source(name: str, operation: str, constants: str = "") -> str:
     _gather(name, files)
     stamp, _, clock = _CLOCK.partition("\n")
     parts = _BEGINS.split(_COMMENT.sub("", clock + constants + "".join(files.values())))
-    body = _needed(parts, {operation})
-    # Keys that are always the same are put in their places.
-    body = _KEY.sub(_constant, body)
-    body = _SPELLED.sub(lambda spoken: f"({_spelled(spoken[1], spoken[2].split(', '))})", body)
-    makers = ", ".join(f"{key} = {_maker(key)}" for key in sorted(set(_KEY.findall(body))))
-    return "\n".join([stamp, *([f"local KEY = {{{makers}}}"] if makers else ()), body]) + _ANSWER % operation
+    return f"{stamp}\n{_KEY.sub(_spelled, _needed(parts, {operation}))}" + _ANSWER % operation
 
 
 def _needed(parts: list[str], words: set[str], made: frozenset[int] = frozenset()) -> str:
@@ -99,21 +93,14 @@ def _gather(name: str, files: dict[str, str]) -> None:
     files[name] = text(name)
 
 
-def _constant(spoken: re.Match[str]) -> str:
+def _spelled(spoken: re.Match[str]) -> str:
+    """A key in Lua, its places filled with values or calls of one argument."""
     key = getattr(keys, spoken[1])
-    return _literal(key) if isinstance(key, str) else spoken[0]
-
-
-def _maker(name: str) -> str:
-    """A function of Lua that makes a key, for where one is not spelled out in its place."""
-    names = getattr(keys, name).names
-    return f"function({', '.join(names)}) return {_spelled(name, names)} end"
-
-
-def _spelled(name: str, places: list[str]) -> str:
-    """A key in Lua, of what its places are filled with."""
-    parts = getattr(keys, name)(*(f"\0{place}\0" for place in places)).split("\0")
-    return " .. ".join(part if at % 2 else _literal(part) for at, part in enumerate(parts) if part)
+    if isinstance(key, str):
+        return _literal(key)
+    parts = key(*(f"\0{place}\0" for place in spoken[2].split(", "))).split("\0")
+    spelled = (part if at % 2 else _literal(part) for at, part in enumerate(parts) if part)
+    return f"({' .. '.join(spelled)})"
 
 
 def _literal(value: Any) -> str:
