@@ -59,15 +59,13 @@ class TokenizerGuard:
     def escape(self, text: str) -> str:
         """Untrusted text with a cut inside everything that would become a control token."""
         text = text.replace(CUT, REPLACEMENT).encode("utf-8", "replace").decode()
-        if self._single is not None:
-            text = self._single.sub(REPLACEMENT, text)
-        if self._long is not None:
-            pieces, at, searched = [], 0, 0
-            while match := self._long.search(text, searched):
-                pieces.append(text[at : match.start() + 1])
-                # Going on right behind the cut finds tokens that overlap this one, too.
-                at = searched = match.start() + 1
-            text = CUT.join([*pieces, text[at:]])
+        text = self._single.sub(REPLACEMENT, text)
+        pieces, at = [], 0
+        while match := self._long.search(text, at):
+            pieces.append(text[at : match.start() + 1])
+            # Going on right behind the cut finds tokens that overlap this one, too.
+            at = match.start() + 1
+        text = CUT.join([*pieces, text[at:]])
         return CUT.join(map(self._verified, text.split(CUT))) if self._verify else text
 
     def _verified(self, piece: str) -> str:
@@ -120,5 +118,6 @@ class TokenizerGuard:
         return value
 
 
-def _either(texts: list[str]) -> re.Pattern[str] | None:
-    return re.compile("|".join(map(re.escape, texts))) if texts else None
+def _either(texts: list[str]) -> re.Pattern[str]:
+    # Of none: what is looked through has no `CUT` any more.
+    return re.compile("|".join(map(re.escape, texts)) or CUT)
