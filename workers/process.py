@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import redis
@@ -235,34 +236,27 @@ class WorkerProcess:
 
         A message may be lost: the heartbeat, those who wait, and the call's own limit find what this misses.
         """
-        room = keys.room_of(self.services.placements.process)
-        channels = [keys.CANCEL_CHANNEL, keys.BACKEND_ROOM_CHANNEL, room, keys.BACKEND_DOWN_CHANNEL]
-        channels += [chore.channel for chore in self.chores if chore.channel]
+        placements, soon = self.services.placements, self.loop.call_soon_threadsafe
+        bells = {chore.channel: lambda _, chore=chore: chore.ring() for chore in self.chores if chore.channel}
+        hear = bells | {
+            keys.CANCEL_CHANNEL: self._cancel,
+            keys.BACKEND_ROOM_CHANNEL: partial(soon, placements.wake),
+            keys.room_of(placements.process): partial(soon, placements.wake),
+            keys.BACKEND_DOWN_CHANNEL: partial(soon, placements.down),
+        }
         while not self.stopping.is_set():
             try:
                 with self.services.redis.pubsub(ignore_subscribe_messages=True) as channel:
-                    channel.subscribe(*channels)
+                    channel.subscribe(*hear)
                     while not self.stopping.is_set():
                         if message := channel.get_message(timeout=1.0):
-                            self._heard(message["channel"], message["data"])
+                            hear[message["channel"]](message["data"])
             except redis.RedisError as error:
                 log.warning("channels lost", error=str(error))
                 self.stopping.wait(1.0)
 
-    def _heard(self, channel: str, text: str) -> None:
-        placements = self.services.placements
-        if channel == keys.CANCEL_CHANNEL:
-            self._cancel(set(text.split()))
-        elif channel in (keys.BACKEND_ROOM_CHANNEL, keys.room_of(placements.process)):
-            self.loop.call_soon_threadsafe(placements.wake, text)
-        elif channel == keys.BACKEND_DOWN_CHANNEL:
-            self.loop.call_soon_threadsafe(placements.down, text)
-        else:
-            for chore in self.chores:
-                if chore.channel == channel:
-                    chore.ring()
-
-    def _cancel(self, ids: set[str]) -> None:
+    def _cancel(self, text: str) -> None:
+        ids = set(text.split())
         with self._lock:
             for cancelled in self._claims:
                 cancelled.update(ids)

@@ -328,14 +328,14 @@ def test_a_cancel_between_the_claim_and_its_entry_is_not_missed(parts, server):
     store.submit([new for _ in range(3) for new in _expand(RolloutRequest(handler="noop"))])
     with process.claiming() as cancelled:
         claim, second = (store.claim_next("w", node="n") for _ in range(2))
-        process._heard(keys.CANCEL_CHANNEL, claim.rollout_id)
+        process._cancel(claim.rollout_id)
         held, untouched = process.hold(claim, cancelled), process.hold(second, cancelled)
     assert (held.reason, untouched.reason) == (CANCEL, None)
-    process._heard(keys.CANCEL_CHANNEL, second.rollout_id)
+    process._cancel(second.rollout_id)
     assert untouched.reason == CANCEL
     with process.claiming() as cancelled:
         third = store.claim_next("w", node="n")
-        process._heard(keys.CANCEL_CHANNEL, "somebody else's")
+        process._cancel("somebody else's")
         assert process.hold(third, cancelled).reason is None
 
 

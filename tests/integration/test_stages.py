@@ -221,7 +221,7 @@ def test_the_first_reason_to_interrupt_a_stage_counts(worker):
 
 def test_one_message_cancels_all_that_it_names_and_nobody_else(worker):
     held = [worker.holds(worker.submit())[1] for _ in range(3)]
-    worker.process._heard(keys.CANCEL_CHANNEL, f"{held[0].rollout_id} {held[2].rollout_id} gone")
+    worker.process._cancel(f"{held[0].rollout_id} {held[2].rollout_id} gone")
     assert [claim.reason for claim in held] == [CANCEL, None, CANCEL]
 
 
