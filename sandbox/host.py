@@ -155,9 +155,7 @@ class Host:
 
 
 def take_lock(state: Path) -> int:
-    """Hold the state directory for the life of this process; returns the open lock. Raises SandboxError if
-    held.
-    """
+    """Hold the state directory for the life of this process; the open lock. Raises SandboxError if held."""
     fd = os.open(state / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -212,7 +212,6 @@ async def work(run: StageRun, body: Body) -> Finish | None:
     try:
         async with time_limit(claim.deadline_in_s, DeadlinePassed, "the deadline of the rollout passed"):
             outcome = await body(run)
-        run.held.decided = True
     except DeadlinePassed:
         run.held.reason = run.held.reason or OVERDUE
         outcome = interrupted(run)
