@@ -86,24 +86,17 @@ class Image:
         on_path += ["/usr/local/bin", "/usr/bin", "/bin"]
         on_path += [f"{home}/{name}" for home in self.homes for name in (".local/bin", ".cargo/bin", "bin")]
         self.program_places = self._both(on_path) - {self.workdir}
-        prefixes = {posixpath.dirname(place) for place in self.program_places} - {
-            self.workdir,
-            "/",
-            *self.homes,
-        }
-        self.code = (
-            *CODE,
-            *(f"{prefix}/{name}" for prefix in prefixes for name in ("lib", "lib64", "libexec")),
-        )
+        prefixes = {posixpath.dirname(place) for place in self.program_places}
+        prefixes -= {self.workdir, "/", *self.homes}
+        names = ("lib", "lib64", "libexec")
+        self.code = (*CODE, *(f"{prefix}/{name}" for prefix in prefixes for name in names))
         libraries = [place for place in self.code if "/lib" in place] + ["/usr/lib", "/usr/local/lib"]
         libraries += env.get("LD_LIBRARY_PATH", "").split(":")
         below = [f"{place}/{name}" for place in libraries for name in self.listed(place) if "-linux-" in name]
         self.libraries = {
             name for place in (*libraries, *below) for name in self.listed(place) if ".so" in name
         }
-        self.programs = {
-            name for place in self.program_places for name in self.listed(place)
-        } | RUNNING_PROGRAMS
+        self.programs = RUNNING_PROGRAMS.union(*map(self.listed, self.program_places))
         self.modules = (
             set(sys.stdlib_module_names) - NO_DANGER | RUNNING | AT_START | self._installed(libraries)
         )
@@ -142,22 +135,14 @@ class Image:
 
     def has_programs(self, directory):
         """Whether programs are found there, at once or in an environment that tests may enter."""
-        above = posixpath.dirname(directory)
-        marks = (
-            {f"{above}/pyvenv.cfg", f"{above}/conda-meta"}
-            if posixpath.basename(directory) == "bin"
-            else set()
-        )
-        return directory in self.program_places or any(map(os.path.lexists, marks - self.made))
+        above, name = posixpath.split(directory)
+        marks = {f"{above}/pyvenv.cfg", f"{above}/conda-meta"} - self.made
+        return directory in self.program_places or (name == "bin" and any(map(os.path.lexists, marks)))
 
     def is_way(self, path):
         """Whether it is on the way to a place that programs are found in."""
-        ways = (
-            *self.import_roots,
-            *self.program_places,
-            *self.homes,
-            *(f"{home}/.config" for home in self.homes),
-        )
+        configured = [f"{home}/.config" for home in self.homes]
+        ways = (*self.import_roots, *self.program_places, *self.homes, *configured)
         return any(within(way, (path,)) for way in ways)
 
 
@@ -210,10 +195,8 @@ class Rules:
         return "stands before a module" if package else None
 
     def _of_a_home(self, path):
-        for home in (
-            *self.image.homes,
-            "/".join(path.split("/")[:3]) if path.startswith("/home/") else "/root",
-        ):
+        owner = "/".join(path.split("/")[:3]) if path.startswith("/home/") else "/root"
+        for home in (*self.image.homes, owner):
             below = path[len(home) + 1 :].split("/") if path.startswith(home + "/") else []
             if below and OF_HOMES & {"/".join(below[:depth]) for depth in (1, 2, 3)}:
                 return True
