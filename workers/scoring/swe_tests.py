@@ -106,9 +106,8 @@ def grade(payload: dict[str, Any]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "test_output.txt"
         log.write_text(payload["log"], encoding="utf-8")
-        report = grading.get_eval_report(spec, prediction, str(log), include_tests_status=True)[
-            spec.instance_id
-        ]
+        reports = grading.get_eval_report(spec, prediction, str(log), include_tests_status=True)
+        report = reports[spec.instance_id]
         statuses, _ = grading.get_logs_eval(spec, str(log))
     return {
         "resolved": report["resolved"],

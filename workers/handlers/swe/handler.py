@@ -108,20 +108,19 @@ class Swe(AgentHandler[SweTask]):
             if not turns.expired():
                 raise
             reason = FinishReason.TIME_LIMIT
-        await self._keep_patch(ctx, instance, spec, self._sandbox(instance))
+        await self._keep_patch(ctx, instance, spec)
         return reason
 
     async def evaluate(self, ctx: EvalContext[SweTask]) -> Reward:
         instance, spec = _read(ctx.task)
-        options = self._sandbox(instance)
         if "patch" not in ctx.artifacts:
             # RUN was ended before it could take it.
-            await self._keep_patch(ctx, instance, spec, options)
+            await self._keep_patch(ctx, instance, spec)
         notes = json.loads(ctx.artifacts.get("patch_notes", "{}"))
         if notes.get("problem"):
             judgement = Judgement("no_patch", detail=notes["problem"])
         else:
-            judgement = await judge(ctx, instance, spec, ctx.artifacts["patch"], options)
+            judgement = await judge(ctx, instance, spec, ctx.artifacts["patch"], self._sandbox(instance))
         ctx.artifacts["test_log"] = judgement.log[-MAX_LOG_KEPT:]
         ctx.artifacts["report"] = json.dumps(_report(instance, judgement, notes))
         ctx.metrics["eval_test_s"] = judgement.seconds.get("tests", 0.0)
@@ -138,14 +137,10 @@ class Swe(AgentHandler[SweTask]):
         return hidden_of(task, *_read(task))
 
     async def _keep_patch(
-        self,
-        ctx: RunContext[SweTask] | EvalContext[SweTask],
-        instance: Instance,
-        spec: Spec,
-        options: dict[str, Any],
+        self, ctx: RunContext[SweTask] | EvalContext[SweTask], instance: Instance, spec: Spec
     ) -> None:
         began = time.monotonic()
-        patch = await take_patch(ctx, instance, spec, options)
+        patch = await take_patch(ctx, instance, spec, self._sandbox(instance))
         ctx.artifacts["patch"] = patch.text
         notes = {
             "problem": patch.problem,

@@ -70,10 +70,7 @@ class Recorder:
         if unittest_runner is not None:
             await sandbox.write_file(f"{self._directory}/sitecustomize.py", f"import {PLUGIN}\n")
             return [path, f"export ROLLOUT_RECORDED={shlex.quote(unittest_runner)}"]
-        return [
-            path,
-            f'export PYTEST_ADDOPTS="-p {PLUGIN} ${{PYTEST_ADDOPTS-}}"',
-        ]
+        return [path, f'export PYTEST_ADDOPTS="-p {PLUGIN} ${{PYTEST_ADDOPTS-}}"']
 
     async def outcomes(self, sandbox: SandboxClient) -> Outcomes | None:
         """Read what pytest said; None when the run did not end by itself."""

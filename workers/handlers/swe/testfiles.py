@@ -147,12 +147,8 @@ class TestFiles:
         """Whether the test's own file says that it is known to fail."""
         for path, owner, node in self.find(name):
             file = self.files[path]
-            decorators = [
-                mark
-                for name in owner[:1]
-                if name in file.classes
-                for mark in file.classes[name].decorator_list
-            ]
+            around = [file.classes[outer] for outer in owner[:1] if outer in file.classes]
+            decorators = [mark for kind in around for mark in kind.decorator_list]
             if file.all_expected or any(_mentions(part, file.expecting) for part in (node, *decorators)):
                 return True
         return False
