@@ -180,19 +180,9 @@ async def place(
     """
     removed = [*luggage.removed, *(path for path in given if path not in luggage.paths)]
     await box.upload(luggage.archive, ARCHIVE, max_bytes=2 * MOST_BYTES)
-    order = {
-        "archive": ARCHIVE,
-        "removed": removed,
-        "replaced": list(luggage.replaced),
-        "workdir": workdir,
-        "env": dict(env),
-    }
-    order |= {
-        "roots": list(roots),
-        "directories": [*PROMISED, workdir],
-        "stale": rewards.FILES,
-        "trust": trust,
-    }
+    order = {"archive": ARCHIVE, "removed": removed, "replaced": list(luggage.replaced), "workdir": workdir}
+    order |= {"roots": list(roots), "env": dict(env), "trust": trust}
+    order |= {"directories": [*PROMISED, workdir], "stale": rewards.FILES}
     for name in ("rules.py", "place.py"):
         await box.write_file(f"{ROOM}/{name}", (INSIDE / name).read_bytes())
     done = await box.exec(

@@ -12,7 +12,7 @@ from sandbox.errors import SandboxRequestError
 from workers.agent.tools import ExecuteBash, Finish, StrReplaceEditor, Think, Tool
 from workers.errors import TaskError
 from workers.handlers.base import EVERY_STAGE, AgentHandler, EvalContext, InitContext, Reward, RunContext
-from workers.handlers.harbor import mcp, solution, steps, verifier
+from workers.handlers.harbor import carry, mcp, solution, steps, verifier
 from workers.handlers.harbor.artifacts import keep_artifacts
 from workers.handlers.harbor.network import ALLOWLIST, VARIABLES, leads_out, way_out
 from workers.handlers.harbor.opening import opening
@@ -44,7 +44,7 @@ class Harbor(AgentHandler[HarborTask]):
             raise TaskError(f"environment: {error}") from error
         await mcp.install(box, trial)
         # Before a step's own files come: a fresh sandbox that verifies has none of them.
-        await verifier.note(box, trial)
+        await carry.note(box)
         await lay_out(box, trial)
         await begin(box, trial, step)
         networks = [trial.network(each.agent) for each in trial.directory.steps]

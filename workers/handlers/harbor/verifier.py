@@ -86,11 +86,6 @@ def check_runtime(ctx: Context[HarborTask]) -> None:
         )
 
 
-async def note(box: SandboxClient, trial: Trial) -> None:
-    """Have the sandbox remember what is there: what differs from it later is the agent's."""
-    await carry.note(box)
-
-
 async def verify(ctx: Context[HarborTask], trial: Trial, step: StepDirectory) -> Verdict:
     """Have a step verified; the agent's processes are ended, and its sandbox stays as it is.
 
