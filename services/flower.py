@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from rollout import account
+from services.launch import StackError
 
 USER = "operator"
 PASSWORD_BYTES = 24
@@ -22,7 +23,7 @@ DB_VARIABLE = "ROLLOUT_FLOWER_DB"
 URL_VARIABLE = "ROLLOUT_FLOWER_URL"
 
 
-class FlowerAuthError(ValueError):
+class FlowerAuthError(StackError):
     """A password file that cannot be used; the message names it and says what to do."""
 
 

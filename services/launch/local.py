@@ -164,21 +164,23 @@ class Stack:
         sandbox = parts.SandboxCheck(env)
 
         self._check_sandbox(sandbox, begun, required=options.require_sandbox)
-        self._await(gateway, f"{record.url}/health", begun, record.url)
+        self._await(gateway, lambda: answers(f"{record.url}/health"), begun, record.url)
+        capture_url = env.get("ROLLOUT_CAPTURE_URL", "")
         for part in capture:
-            self._await_capture(part, env["ROLLOUT_CAPTURE_URL"], begun)
+            self._await(part, lambda part=part: parts.unheard(part, capture_url), begun, capture_url)
         with self._telling("the fleets still start"):
             self._supervisor.wait_for(fleets[0], self._fleets_missing, START_TIMEOUT_S, fleets[1:])
         text = ", ".join(f"{stage} {count}" for stage, count in slots.items())
         self._done("fleets", begun, f"{text} slots")
         if backend:
-            self._await(backend, f"{record.backend_url}/health", begun, str(record.backend_url))
+            url = str(record.backend_url)
+            self._await(backend, lambda: answers(f"{url}/health"), begun, url)
         if record.backend_url:
             self._register(record.backend_url)
         if monitor:
             # The page itself asks for the password.
             text = f"{record.flower_url}, user and password in {record.flower_auth_file}"
-            self._await(monitor, f"{record.flower_url}/healthcheck", begun, text)
+            self._await(monitor, lambda: answers(f"{record.flower_url}/healthcheck"), begun, text)
         self._leave_supervisor()
 
     def _leave_supervisor(self) -> None:
@@ -260,10 +262,7 @@ class Stack:
         if not options.flower:
             return
         self.record.flower_url = f"http://127.0.0.1:{self._port('flower', flower.PORT, options)}"
-        try:
-            file = flower.ensure_auth_file(Path(settings.flower_auth_file or self.dir / "flower.auth"))
-        except flower.FlowerAuthError as error:
-            raise StackError(str(error)) from error
+        file = flower.ensure_auth_file(Path(settings.flower_auth_file or self.dir / "flower.auth"))
         self.record.flower_auth_file = str(file)
         env.update(flower.environment(file, Path(settings.flower_db or self.dir / "flower.db")))
         env.setdefault(flower.URL_VARIABLE, self.record.flower_url)
@@ -373,14 +372,9 @@ class Stack:
         self.record.save(self._file)
         return part
 
-    def _await_capture(self, part: Part, url: str, begun: float) -> None:
+    def _await(self, part: Part, missing: Callable[[], str | None], begun: float, text: str) -> None:
         with self._telling(f"{part.name} still starts; its log: {part.log}"):
-            self._supervisor.wait_for(part, lambda: parts.unheard(part, url), START_TIMEOUT_S)
-        self._done(part.name, begun, url)
-
-    def _await(self, part: Part, url: str, begun: float, text: str) -> None:
-        with self._telling(f"{part.name} still starts; its log: {part.log}"):
-            self._supervisor.wait_for(part, lambda: answers(url), START_TIMEOUT_S)
+            self._supervisor.wait_for(part, missing, START_TIMEOUT_S)
         self._done(part.name, begun, text)
 
     @contextmanager
@@ -459,9 +453,8 @@ class Stack:
         theirs."""
         if not (record.sandbox_dir and record.node and env.get("ROLLOUT_REDIS_URL")):
             return
-        from services.handback import (
-            hand_back,  # Celery, which a `down` that has nothing to end need not load
-        )
+        # Celery, which a `down` that has nothing to end need not load.
+        from services.handback import hand_back
 
         try:
             count = hand_back(Settings.from_env(env), record.node, state_dir=record.sandbox_dir)

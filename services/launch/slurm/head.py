@@ -160,10 +160,7 @@ class HeadJob(ServiceJob):
         if os.environ.get("ROLLOUT_SLURM_FLOWER") == "0":
             return {}
         port = self._port("127.0.0.1", None, flower.PORT)
-        try:
-            auth = flower.ensure_auth_file(self.run_dir.flower_auth)
-        except flower.FlowerAuthError as error:
-            raise SlurmError(str(error)) from error
+        auth = flower.ensure_auth_file(self.run_dir.flower_auth)
         variables = flower.environment(auth, self.run_dir.flower_db)
         self._spawn(parts.flower(port), env | variables)
         return {flower.URL_VARIABLE: f"http://127.0.0.1:{port}"}
