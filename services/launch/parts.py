@@ -50,30 +50,23 @@ def closed_to_sandboxes(env: Mapping[str, str], directory: Path) -> str:
 
 def gateway() -> Part:
     config = str(paths.deploy_file("gunicorn.conf.py"))
-    return Part(
-        "gateway", [sys.executable, "-m", "gunicorn", "-c", config, "services.gateway.app:create_app()"]
-    )
+    command = [sys.executable, "-m", "gunicorn", "-c", config, "services.gateway.app:create_app()"]
+    return Part("gateway", command)
 
 
 def capture(host: str, port: int, processes: int) -> list[Part]:
     """Its processes, which share a port."""
     command = [sys.executable, "-m", "services.capture", "--host", host, "--port", str(port)]
-    return [
-        Part(CAPTURE if number == 1 else f"{CAPTURE}-{number}", command) for number in range(1, processes + 1)
-    ]
+    names = (CAPTURE if number == 1 else f"{CAPTURE}-{number}" for number in range(1, processes + 1))
+    return [Part(name, command) for name in names]
 
 
 def fleet(stage: str, slots: int, node: str, number: str = "") -> Part:
     """A Celery worker of one stage, as anybody would start it by hand; of two at a time one has a number."""
-    return Part(
-        f"{stage} fleet",
-        [
-            *(sys.executable, "-m", "celery", "-A", "workers.app", "worker"),
-            *("-Q", stage, "-n", f"{stage}{number}@{node}", "-c", str(slots)),
-            # Gossip and mingle make workers talk to each other, which nothing here needs. -E is for Flower.
-            *("--without-gossip", "--without-mingle", "-E"),
-        ],
-    )
+    command = [sys.executable, "-m", "celery", "-A", "workers.app", "worker"]
+    command += ["-Q", stage, "-n", f"{stage}{number}@{node}", "-c", str(slots)]
+    # Gossip and mingle make workers talk to each other, which nothing here needs. -E is for Flower.
+    return Part(f"{stage} fleet", [*command, "--without-gossip", "--without-mingle", "-E"])
 
 
 def flower(port: int) -> Part:
@@ -81,13 +74,8 @@ def flower(port: int) -> Part:
 
 
 def embedded_backend(port: int) -> Part:
-    return Part(
-        "backend",
-        [
-            *(sys.executable, "-m", "services.inference"),
-            *("--model", str(paths.DEMO_CHECKPOINT), "--port", str(port)),
-        ],
-    )
+    command = [sys.executable, "-m", "services.inference", "--model", str(paths.DEMO_CHECKPOINT)]
+    return Part("backend", [*command, "--port", str(port)])
 
 
 class SandboxCheck:
@@ -95,11 +83,9 @@ class SandboxCheck:
 
     def __init__(self, env: Mapping[str, str]) -> None:
         settings = Settings.from_env(env)
+        command = [sys.executable, "-m", "sandbox.check", "--image", settings.sandbox_image]
         self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "sandbox.check"),
-                *("--image", settings.sandbox_image, "--runtime", settings.sandbox_runtime),
-            ],
+            [*command, "--runtime", settings.sandbox_runtime],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

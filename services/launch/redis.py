@@ -121,9 +121,8 @@ def prepare(
 def url_of(host: str, port: int, password: str, certificate: Path | None = None) -> str:
     """The address of a Redis of ours; with a certificate it is spoken to by TLS, and has to have that one."""
     address = f":{password}@{f'[{host}]' if ':' in host else host}:{port}/0"
-    return (
-        f"rediss://{address}?ssl_ca_certs={quote(str(certificate))}" if certificate else f"redis://{address}"
-    )
+    tls = certificate and f"?ssl_ca_certs={quote(str(certificate))}"
+    return f"rediss://{address}{tls}" if tls else f"redis://{address}"
 
 
 def ping(url: str) -> str | None:

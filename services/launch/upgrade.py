@@ -109,13 +109,7 @@ class Upgrade:
             fleet, worker = FleetStore(client), _option(new, "-n")
             # The last one of that name may have been killed.
             self._supervisor.wait_for(old, lambda: self._turned(_without(fleet, worker)), START_S)
-            try:
-                self._exchange(old, new)
-                self._supervisor.wait_for(new, lambda: self._turned(_unlisted(fleet, stage, worker)), START_S)
-            except (StackError, OSError):
-                self._undo(new.name)
-                raise
-        self._supervisor.dismiss(old.name)
+            self._begin_beside(old, new, lambda: _unlisted(fleet, stage, worker))
         self._tell(f"{new.name}: {worker} (pid {new.pid}) is ready, and pid {old.pid} is to end")
 
     def _replace_capture(self, old: Part) -> None:
@@ -123,14 +117,18 @@ class Upgrade:
         host, port = _option(old, "--host"), int(_option(old, "--port"))
         (new,) = parts.capture(host, port, 1)
         new.name, url = old.name, old.env["ROLLOUT_CAPTURE_URL"]
+        self._begin_beside(old, new, lambda: parts.unheard(new, url))
+        self._tell(f"{new.name}: pid {new.pid} answers in place of pid {old.pid}, which is to end")
+
+    def _begin_beside(self, old: Part, new: Part, missing: Callable[[], str | None]) -> None:
+        """Exchange a part, and let the old one go once nothing of the new one is missing."""
         try:
             self._exchange(old, new)
-            self._supervisor.wait_for(new, lambda: self._turned(parts.unheard(new, url)), START_S)
+            self._supervisor.wait_for(new, lambda: self._turned(missing()), START_S)
         except (StackError, OSError):
             self._undo(new.name)
             raise
         self._supervisor.dismiss(old.name)
-        self._tell(f"{new.name}: pid {new.pid} answers in place of pid {old.pid}, which is to end")
 
     def _exchange(self, old: Part, new: Part) -> None:
         """Start a part in the place and with the environment of another one."""
