@@ -166,10 +166,7 @@ class SlurmNodes:
     """
 
     def __init__(self, stack: SlurmStack, grace_s: float = DRAIN_GRACE_S) -> None:
-        """
-        Args:
-            grace_s: For the rollouts of a drained node, before they are handed back.
-        """
+        """`grace_s`: for the rollouts of a drained node, before they are handed back."""
         self._stack, self._grace_s = stack, grace_s
 
     def look(self, kind: Kind, workers: Workers) -> NodeState:
@@ -277,9 +274,8 @@ class Autoscaler:
     def _elected(self) -> bool:
         won = self._election.won()
         if won != self._was_elected:
-            self._say(
-                "elected: this autoscaler acts" if won else "another autoscaler acts; this one stands by"
-            )
+            others = "another autoscaler acts; this one stands by"
+            self._say("elected: this autoscaler acts" if won else others)
             self._was_elected = won
         return won
 
@@ -388,13 +384,8 @@ class Autoscaler:
             if wanted := state.needed(name, llm, self._options.admit):
                 needed, in_use, why = wanted
                 target, _ = policy.target(now, {NAME: needed}, {NAME: in_use}, state.nodes)
-            yield (
-                name_of(name),
-                state.nodes,
-                target,
-                why,
-                partial(self._engines.set, name, target, state.held),
-            )
+            order = partial(self._engines.set, name, target, state.held)
+            yield name_of(name), state.nodes, target, why, order
 
 
 def _why(load: Load) -> str:

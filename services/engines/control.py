@@ -24,6 +24,8 @@ GIVE_UP_S = 10.0
 """Time limit of the calls that leave an engine safe after the update's own limit has passed."""
 _SHOWN = 300
 """Characters of an engine's answer in an error message."""
+_GO_ON = {"flush_cache": False, "abort_all_requests": False}
+"""What SGLang is told with new weights; its defaults are others."""
 
 
 class ControlError(Exception):
@@ -215,15 +217,8 @@ class SGLangControl(Control):
         self._post("/pause_generation", {"mode": "abort" if mode == "abort" else frozen})
 
     def load(self, path: str, version: str) -> None:
-        self._post(
-            "/update_weights_from_disk",
-            {
-                "model_path": path,
-                "weight_version": version,
-                "flush_cache": False,
-                "abort_all_requests": False,
-            },
-        )
+        body = {"model_path": path, "weight_version": version, **_GO_ON}
+        self._post("/update_weights_from_disk", body)
 
     def reset_cache(self) -> None:
         self._post("/flush_cache")
@@ -238,7 +233,7 @@ class SGLangControl(Control):
     def receive(self, transfer: WeightTransfer) -> None:
         if transfer.backend != "nccl":
             raise ControlError(f"backend {self.backend.id}: SGLang takes weights by nccl only", harmless=True)
-        body = {**(transfer.update_info or {}), "flush_cache": False, "abort_all_requests": False}
+        body = {**(transfer.update_info or {}), **_GO_ON}
         self._post("/update_weights_from_distributed", body)
 
     def label(self, version: str) -> None:
