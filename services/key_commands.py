@@ -252,15 +252,10 @@ def list_(as_json: bool, redis_url: str | None) -> None:
     """Show all keys, never their secrets."""
     with _connected(redis_url) as client:
         known = KeyStore(client).list()
-    now = time.time()
-    shown = [
-        {
-            **key.model_dump(mode="json", exclude={"digest"}),
-            "scopes": sorted(key.scopes),
-            "state": key.state(now),
-        }
-        for key in known
-    ]
+    now, shown = time.time(), []
+    for key in known:
+        told = {"scopes": sorted(key.scopes), "state": key.state(now)}
+        shown.append(key.model_dump(mode="json", exclude={"digest"}) | told)
     columns = [
         Column("id", lambda key: key["id"], whole=True),
         Column("tenant", lambda key: key["tenant"], whole=True),

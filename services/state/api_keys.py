@@ -180,12 +180,7 @@ class KeyStore:
         self._redis = client
 
     def create(
-        self,
-        tenant: str,
-        scopes: Iterable[str],
-        *,
-        lifetime_s: float | None = None,
-        text: str | None = None,
+        self, tenant: str, scopes: Iterable[str], *, lifetime_s: float | None = None, text: str | None = None
     ) -> tuple[ApiKey, str]:
         """Make a key.
 
@@ -272,11 +267,7 @@ class KeyStore:
             pipe.hgetall(keys.TENANTS)
             pipe.hgetall(keys.TENANTS_POLICIES)
             version, stored, limits, policies = pipe.execute()
-        return Access(
-            version=version or "",
-            keys=_keys(stored),
-            tenants=tenants_of(limits, policies),
-        )
+        return Access(version or "", _keys(stored), tenants_of(limits, policies))
 
     @staticmethod
     def _named(known: dict[str, ApiKey], key_id: str) -> ApiKey:
