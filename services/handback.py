@@ -48,19 +48,17 @@ def hand_back(
     Raises:
         redis.RedisError, OSError: Redis does not answer; the reaper sees to it later.
     """
-    with connect(settings.redis_url, max_connections=AT_ONCE + 1, retries=0) as client:
+    options = {"max_connections": AT_ONCE + 1, "retries": 0}
+    with connect(settings.redis_url, **options) as client, make_celery(settings) as app:
         store = RolloutStore(client, settings)
-        app = make_celery(settings)
-        try:
-            mover = Mover(client, settings, node, Dispatcher(app, store), HostClient(state_dir))
-            moved = asyncio.run(mover.move_all(within_s)) if settings.snapshot_dir else 0
-            anew = sum(item.action == "restart" for item in store.vacate([node], lost=False))
-            # What a worker was killed with waits here once its lease is over: the node is lost to it.
-            if not store.on_node(node):
-                FleetStore(client).forget_nodes([node])
-            Dispatcher(app, store).ring(anew)
-        finally:
-            app.close()
+        dispatcher = Dispatcher(app, store)
+        mover = Mover(client, settings, node, dispatcher, HostClient(state_dir))
+        moved = asyncio.run(mover.move_all(within_s)) if settings.snapshot_dir else 0
+        anew = sum(item.action == "restart" for item in store.vacate([node], lost=False))
+        # What a worker was killed with waits here once its lease is over: the node is lost to it.
+        if not store.on_node(node):
+            FleetStore(client).forget_nodes([node])
+        dispatcher.ring(anew)
     if moved:
         log.info("rollouts go on elsewhere", node=node, moved=moved, anew=anew)
     return moved + anew
