@@ -109,14 +109,16 @@ class RolloutReader:
         self, rollout_ids: Iterable[str], *, trajectory: bool = True, tenant: str | None = None
     ) -> Iterator[Rollout]:
         """Rollouts in the order of the ids; those that are not there, or not the tenant's, are left out."""
-        for rollout, stored in self._read(rollout_ids, trajectory, tenant):
-            if stored:
-                try:
-                    rollout.trajectory = payloads.decode_trajectory(stored)
-                except payloads.PayloadError as error:
-                    self.skipped.tell(rollout.id, error)
-                    continue
-            yield rollout
+        ids = list(rollout_ids)
+        with self._redis.pipeline(transaction=False) as pipe:
+            self._ask(pipe, ids)
+            if trajectory and ids:
+                payloads.get_many(pipe, [keys.trajectory(rollout_id) for rollout_id in ids])
+            replies = pipe.execute()
+        trajectories = replies.pop() if trajectory and ids else [None] * len(ids)
+        for rollout, stored in self._rollouts(ids, replies, trajectories, tenant):
+            if not stored or self._has_read(rollout, stored):
+                yield rollout
 
     def get_records(
         self, rollout_ids: Iterable[str], *, tenant: str | None = None
@@ -139,13 +141,17 @@ class RolloutReader:
                 yield rollout, int(size)
             elif (there := stored[rollout.id]) is None or arrays.is_record(there):
                 yield rollout, there
-            else:
-                try:
-                    rollout.trajectory = payloads.decode_trajectory(there)
-                except payloads.PayloadError as error:
-                    self.skipped.tell(rollout.id, error)
-                    continue
+            elif self._has_read(rollout, there):
                 yield rollout, None
+
+    def _has_read(self, rollout: Rollout, stored: bytes) -> bool:
+        """Whether the trajectory could be read; then the rollout has it."""
+        try:
+            rollout.trajectory = payloads.decode_trajectory(stored)
+        except payloads.PayloadError as error:
+            self.skipped.tell(rollout.id, error)
+            return False
+        return True
 
     def records(self, sizes: Mapping[str, int]) -> Generator[bytes]:
         """Records of these rollouts that `get_records` gave these sizes, each read when it is asked for.
@@ -162,18 +168,6 @@ class RolloutReader:
                         f"{name} is not what it was a moment ago: it was dropped, or the rollout goes on"
                     )
                 yield value
-
-    def _read(
-        self, rollout_ids: Iterable[str], trajectory: bool, tenant: str | None
-    ) -> Iterator[tuple[Rollout, bytes | None]]:
-        ids = list(rollout_ids)
-        with self._redis.pipeline(transaction=False) as pipe:
-            self._ask(pipe, ids)
-            if trajectory and ids:
-                payloads.get_many(pipe, [keys.trajectory(rollout_id) for rollout_id in ids])
-            replies = pipe.execute()
-        trajectories = replies.pop() if trajectory and ids else [None] * len(ids)
-        return self._rollouts(ids, replies, trajectories, tenant)
 
     def _ask(self, pipe: Any, ids: list[str]) -> None:
         for rollout_id in ids:
