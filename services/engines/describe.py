@@ -76,25 +76,17 @@ class _Server:
         max_model_len = _positive(card.get("max_model_len")) or _positive(info.get("context_length"))
         if not max_model_len or max_model_len > MAX_CONTEXT:
             raise DescribeError("url", f"{self._url}/v1/models does not say max_model_len of {card['id']!r}")
+        told = request.tokenizer or _name(info.get("tokenizer_path")) or _name(card.get("root"))
         backend = Backend(
-            id=request.id or BackendStore.id_of(self._url),
-            url=self._url,
-            model=policies[first],
-            policies=policies,
-            policy=first,
+            **self._named(request, policies),
             rejected=absent,
-            tokenizer=request.tokenizer
-            or _name(info.get("tokenizer_path"))
-            or _name(card.get("root"))
-            or card["id"],
+            tokenizer=told or card["id"],
             max_model_len=max_model_len,
             engine=engine,
             api=self._api(engine),
             logprobs_mode=request.logprobs_mode or self._logprobs_mode(card, info),
             routed_experts=bool(info.get("enable_return_routed_experts")),
             capacity_tokens=request.capacity_tokens or self._capacity(engine, info),
-            max_rollouts=request.max_rollouts,
-            key=request.key,
         )
         versions = versions_of(backend, version_in(self._weights(engine)))
         known = {policy: version for policy, version in versions.items() if version}
@@ -121,20 +113,17 @@ class _Server:
             names = ", ".join(filter(None, absent))
             message = f"{self._url} does not serve {names!r:.300}; it serves: {', '.join(cards):.1000}"
             raise DescribeError("model", message)
+        card = cards.get(next(iter(policies.values())), {})
+        room = _positive(card.get("max_model_len")) or MAX_CONTEXT
+        named = self._named(request, policies)
+        return Backend(**named, tokenizer=UNTOLD, max_model_len=room, api="chat")
+
+    def _named(self, request: BackendRequest, policies: dict[str, str]) -> dict[str, Any]:
+        """What a backend of any kind is called, serves and is asked with."""
         first = next(iter(policies))
-        card = cards.get(policies[first], {})
-        return Backend(
-            id=request.id or BackendStore.id_of(self._url),
-            url=self._url,
-            model=policies[first],
-            policies=policies,
-            policy=first,
-            tokenizer=UNTOLD,
-            max_model_len=_positive(card.get("max_model_len")) or MAX_CONTEXT,
-            api="chat",
-            max_rollouts=request.max_rollouts,
-            key=request.key,
-        )
+        named = {"id": request.id or BackendStore.id_of(self._url), "url": self._url, "policies": policies}
+        asked = {"max_rollouts": request.max_rollouts, "key": request.key}
+        return {**named, **asked, "policy": first, "model": policies[first]}
 
     def _get(self, path: str, timeout_s: float = TIMEOUT_S) -> dict[str, Any]:
         """The object at a path; empty when the server has none there."""
@@ -177,13 +166,10 @@ class _Server:
             if not asked[policy]:
                 raise DescribeError("model", message)
             if not self._loads_adapters():
-                message += (
-                    "; vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 has updates load it"
-                )
-                raise DescribeError("policies", message)
-            absent[policy] = (
-                f"adapter {model!r} is not loaded yet: the first update of policy {policy!r} does it"
-            )
+                how = "vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 has updates load it"
+                raise DescribeError("policies", f"{message}; {how}")
+            when = f"the first update of policy {policy!r} does it"
+            absent[policy] = f"adapter {model!r} is not loaded yet: {when}"
         return policies, absent
 
     def _loads_adapters(self) -> bool:
