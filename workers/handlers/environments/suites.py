@@ -11,17 +11,11 @@ from pydantic import Field
 
 from rollout.image_names import local_name
 from rollout.trajectory import FinishReason, ToolCall
-from sandbox.client import ExecResult, SandboxClient
+from sandbox.client import SandboxClient
 from sandbox.errors import SandboxRequestError
 from workers.agent.tools import ExecuteBash, StrReplaceEditor, Tool, ToolContext
 from workers.handlers.base import EvalContext, InitContext, Reward, RunContext
-from workers.handlers.environments.base import (
-    REWARD,
-    EnvironmentFault,
-    EnvironmentTask,
-    Opening,
-    TaskT,
-)
+from workers.handlers.environments.base import REWARD, EnvironmentFault, EnvironmentTask, Opening, TaskT
 from workers.handlers.environments.process import INSIDE, Foreign, ProcessEnvironment, ProcessHandler
 from workers.handlers.oracle import NoOracle
 
@@ -165,18 +159,13 @@ class Taskset(ProcessEnvironment):
     async def _done(self, box: SandboxClient, payload: dict[str, Any]) -> Any:
         if "exec" in payload:
             limit_s = self._limits.eval_timeout_s
-            return _program_result(
-                await box.exec(payload["exec"], limit_s, cwd=self._workdir, env=payload["env"])
-            )
+            result = await box.exec(payload["exec"], limit_s, cwd=self._workdir, env=payload["env"])
+            code = NO_EXIT_CODE if result.exit_code is None else result.exit_code
+            stderr = result.stderr + (result.not_started or "")
+            return {"exit_code": code, "stdout": result.stdout, "stderr": stderr}
         path = payload["write"] if "write" in payload else payload["read"]
         path = str(PurePosixPath(self._workdir or "", path))
         if "write" in payload:
             await box.write_file(path, base64.b64decode(payload["content"]))
             return {}
         return {"content": base64.b64encode(await box.read_file(path, payload["max_bytes"])).decode()}
-
-
-def _program_result(result: ExecResult) -> dict[str, Any]:
-    code = result.exit_code if result.exit_code is not None else NO_EXIT_CODE
-    stderr = result.stderr + (result.not_started or "")
-    return {"exit_code": code, "stdout": result.stdout, "stderr": stderr}

@@ -33,10 +33,7 @@ class Episode:
         truths = {row["id"]: row["ground_truth"] for row in load_ground_truth_entry(category)}
         self._truth, self._later = truths[self._entry["id"]], self._entry.get("missed_function", {})
         self._functions = {doc["name"]: doc for doc in self._entry["function"]}
-        return {
-            "messages": self._entry["question"][0],
-            "tools": [_tool(doc) for doc in self._functions.values()],
-        }
+        return {"messages": self._entry["question"][0], "tools": [*map(_tool, self._functions.values())]}
 
     def step(self, text, calls):
         if calls:
@@ -83,13 +80,12 @@ class Episode:
     def solution(self):
         """The turns of the ground truth: all calls of one of the user's, then a word."""
         docs = {doc["name"]: doc for later in self._later.values() for doc in later} | self._functions
-        made = [{"text": "", "calls": [_call(written, docs) for written in calls]} for calls in self._truth]
-        return [
-            turn
-            for one in made
-            for turn in (one, {"text": "Done.", "calls": []})
-            if turn["text"] or turn["calls"]
-        ]
+        turns = []
+        for written in self._truth:
+            if written:
+                turns.append({"text": "", "calls": [_call(call, docs) for call in written]})
+            turns.append({"text": "Done.", "calls": []})
+        return turns
 
 
 def _tool(doc):
