@@ -104,7 +104,6 @@ class Archiver(Chore):
 
     name = "archive"
     setting = "archive_dir"
-
     lock = keys.ARCHIVE_LOCK
 
     def __init__(self, services: WorkerServices) -> None:

@@ -46,7 +46,6 @@ class Keeper(Chore):
     stage = Stage.RUN
     interval_s = 0.5
     """How soon a suspicion is looked into."""
-
     lock = keys.KEEPER_LOCK
 
     def __init__(self, services: WorkerServices) -> None:

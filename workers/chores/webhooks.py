@@ -77,7 +77,6 @@ class Deliverer(Chore):
 
     name = "webhooks"
     interval_s = 0.5
-
     lock = keys.WEBHOOKS_LOCK
 
     def __init__(self, services: WorkerServices) -> None:

@@ -162,9 +162,8 @@ class Checker:
         )
         check.nop.append(played.rollout.reward)
         if played.rollout.reward is None:
-            check.blame(
-                _of_failure(played.rollout, Verdict.BROKEN), f"doing nothing: {_words(played.rollout)}"
-            )
+            verdict = _of_failure(played.rollout, Verdict.BROKEN)
+            check.blame(verdict, f"doing nothing: {_words(played.rollout)}")
         return played
 
 

@@ -47,10 +47,7 @@ INTERRUPTED = 130
 @click.option("--all", "everything", is_flag=True, help="A row for each task, not only for those not ok.")
 @click.option("--limits", default="{}", help='Of each rollout, such as {"eval_timeout_s": 1800}.')
 @click.option(
-    "--json",
-    "target",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the report there.",
+    "--json", "target", type=click.Path(dir_okay=False, path_type=Path), help="Write the report there."
 )
 @dataset_options
 def check(

@@ -231,11 +231,7 @@ def _short(sandbox: str) -> str:
 @click.option("--nodes", type=click.IntRange(0, MOST_NODES), help="Nodes that carry all stages.")
 @click.option("--engines", type=click.IntRange(0, MOST_NODES), help="Nodes that carry LLM servers.")
 @click.option(
-    "--stage",
-    "stages",
-    multiple=True,
-    metavar="STAGE=[+-]N",
-    help="Jobs of a stage, if no sandbox is used.",
+    "--stage", "stages", multiple=True, metavar="STAGE=[+-]N", help="Jobs of a stage, if no sandbox is used."
 )
 @click.option("--grace", type=click.FloatRange(0), default=DRAIN_GRACE_S, show_default=True, help=grace_help)
 @run_option
