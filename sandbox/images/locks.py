@@ -33,25 +33,22 @@ def acquire(path: Path, how: int) -> int | None:
     """
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, how)
+        with contextlib.ExitStack() as unless_held:
+            unless_held.callback(os.close, fd)
+            try:
+                fcntl.flock(fd, how)
+            except BlockingIOError:
+                return None
+            except OSError as error:
+                if error.errno not in UNSUPPORTED:
+                    raise
+                raise LocksUnsupported(
+                    f"the file system of {path} has no file locks ({error.strerror}); for the image cache, "
+                    "set ROLLOUT_IMAGE_CACHE to a directory on a disk of this node"
+                ) from error
             if _is_still(fd, path):
+                unless_held.pop_all()
                 return fd
-        except BlockingIOError:
-            os.close(fd)
-            return None
-        except OSError as error:
-            os.close(fd)
-            if error.errno not in UNSUPPORTED:
-                raise
-            raise LocksUnsupported(
-                f"the file system of {path} has no file locks ({error.strerror}); for the image cache, set "
-                "ROLLOUT_IMAGE_CACHE to a directory on a disk of this node"
-            ) from error
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
 
 
 def _is_still(fd: int, path: Path) -> bool:
