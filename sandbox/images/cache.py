@@ -178,9 +178,9 @@ class ImageCache:
         """Under `quota.lock`: for it takes each image's locks, which would look like use to another."""
         entries = []
         for key in self._keys():
-            with self._idle(key) as (fd, why):
+            with self._idle(key) as in_use:
                 if self.tree(key).is_dir():
-                    entries.append(self._describe(key, why if fd is None else None))
+                    entries.append(self._describe(key, in_use))
         return sorted(entries, key=lambda cached: cached.last_used)
 
     def prune(self, everything: bool = False, dry_run: bool = False) -> list[Cached]:
@@ -190,7 +190,8 @@ class ImageCache:
         self.make()
         with locks.locked(self.directory / "quota.lock"):
             if not dry_run:
-                self._sweep(lock_files=True)
+                self._sweep()
+                self._sweep_files()
             entries = self._entries()
             total = sum(cached.bytes for cached in entries) + self._reserved()
             evicted = []
@@ -235,8 +236,8 @@ class ImageCache:
     def _evict(self, key: str) -> bool:
         """Under `quota.lock`: remove the tree unless somebody uses it."""
         removing = self._hidden(key, "removing")
-        with self._idle(key) as (fd, _):
-            if fd is None:
+        with self._idle(key) as in_use:
+            if in_use:
                 return False
             self._remove(removing)
             tree = self.tree(key)
@@ -252,8 +253,8 @@ class ImageCache:
         keys = (path.name[1 : -len(".unpacking")] for path in self.directory.glob(".*.unpacking"))
         return sum(int(read_json(self._file(key, "json")).get("bytes", 0)) for key in keys)
 
-    def _sweep(self, lock_files: bool = False) -> None:
-        """Under `quota.lock`: remove what killed processes left; with `lock_files` also those of no image."""
+    def _sweep(self) -> None:
+        """Under `quota.lock`: remove what killed processes left."""
         for path in self.directory.glob(".*.removing"):
             self._remove(path)
         for path in self.directory.glob(".*.unpacking"):
@@ -263,8 +264,6 @@ class ImageCache:
                     self._remove(path)
                     if not self.tree(key).is_dir():
                         self._file(key, "json").unlink(missing_ok=True)
-        if lock_files:
-            self._sweep_files()
 
     def _sweep_files(self) -> None:
         """Lock files of no image, and notes whose writer was killed half way."""
@@ -282,23 +281,21 @@ class ImageCache:
     # -- files ---------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _idle(self, key: str) -> Iterator[tuple[int | None, str]]:
-        """Lock the image's two files exclusively, so that nobody uses it within the block; (None, why) if
-        somebody does already.
+    def _idle(self, key: str) -> Iterator[str | None]:
+        """Lock the image's two files exclusively, so that nobody uses it within the block; gives None, or who
+        does already.
         """
         with locks.locked(self._file(key, "lock"), EXCLUSIVE) as lock:
             if lock is None:
-                yield None, "being unpacked"
+                yield "being unpacked"
                 return
             with locks.locked(self._file(key, "lease"), EXCLUSIVE) as lease:
                 if lease is None:
-                    yield None, "in use"
-                    return
-                orphaned = locks.orphaned_for(lease)
-                if orphaned is not None and orphaned < ORPHAN_GRACE_S:
-                    yield None, "its host was killed; sandboxes may still run from it"
-                    return
-                yield lease, ""
+                    yield "in use"
+                elif (orphaned := locks.orphaned_for(lease)) is None or orphaned >= ORPHAN_GRACE_S:
+                    yield None
+                else:
+                    yield "its host was killed; sandboxes may still run from it"
 
     def _describe(self, key: str, in_use: str | None) -> Cached:
         notes = read_json(self._file(key, "json"))
