@@ -221,10 +221,9 @@ def _own_copy(directory: Path, copy: Path, user: int | None) -> Path:
     """The directory itself if all in it belongs to the builder, else a copy: Apptainer keeps owners, and
     cannot give files to users that the namespace does not have.
     """
-    root = os.geteuid() == 0
-    builder = user if user is not None else os.geteuid()
-    if user is None and root:
+    if user is None and os.geteuid() == 0:
         return directory
+    builder = os.geteuid() if user is None else user
     with_owners = (os.lstat(Path(parent, name)) for parent, d, f in os.walk(directory) for name in d + f)
     if all(info.st_uid == builder for info in with_owners):
         return directory

@@ -9,7 +9,8 @@ import re
 import sys
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -155,9 +156,8 @@ class Builder:
 
     def config(self, number: int) -> ImageConfig:
         """What the image of a stage says of itself."""
-        declared = asdict(self.plan.stages[number].config) | {"digest": ""}
-        digest = hash_of(self.digest(number), declared)
-        return ImageConfig(**declared | {"digest": digest})
+        declared = self.plan.stages[number].config
+        return replace(declared, digest=hash_of(self.digest(number), asdict(declared)))
 
     # -- layers ----------------------------------------------------------------------------
 
@@ -199,7 +199,7 @@ class Builder:
         if step.origin is not None:
             feed = self.taking(step, source_lowers)
         elif "target" in request:
-            feed = self.sending(step)
+            feed = partial(context.send, self.source.found(step), exact=False)
         name = key[:KEY_CHARS] + ("" if self.user is None else f"-{self.user}")
         tree, told = self.store.cache.tree(name), f"{count} {instruction.place}: {instruction.keyword}"
         self.watch.output(f"{told} {instruction.rest[:80]}{' (cached)' if tree.is_dir() else ''}")
@@ -227,11 +227,6 @@ class Builder:
                 self.steps.close(tree)
                 # Made anew it is another one: what was built on the first may not go with the second.
                 return hash_of(name, (tree / "id").read_text()), [f"{name}/upper", *lowers]
-
-    def sending(self, step: Step) -> Feed:
-        """What COPY takes of the context."""
-        found = self.source.found(step)
-        return lambda stream: context.send(found, stream, exact=False)
 
     def taking(self, step: Step, lowers: list[str]) -> Feed:
         """What COPY takes of another image."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -123,8 +123,7 @@ def parse(text: str, name: str = "Dockerfile") -> list[Instruction]:
             else:
                 instruction.refuse(f"the text after {word} has no end: there is no line {delimiter!r}")
             heredocs.append(Heredoc(word, delimiter, "".join(body), delimiter == quoted))
-        parts = (instruction.keyword, instruction.flags, instruction.rest)
-        instructions.append(Instruction(instruction.place, *parts, tuple(heredocs), escape))
+        instructions.append(replace(instruction, heredocs=tuple(heredocs)))
     return instructions
 
 

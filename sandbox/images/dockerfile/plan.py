@@ -6,7 +6,7 @@ import dataclasses
 import platform
 import posixpath
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,14 +89,14 @@ class Plan:
 class Planner:
     """Goes through the instructions of a Dockerfile. `bases`: what an image, by its reference, declares."""
 
-    def __init__(self, arguments: Mapping[str, str], bases: Callable[[Instruction, str], ImageConfig]):
-        machine = f"linux/{ARCHITECTURES.get(platform.machine(), platform.machine())}"
-        automatic = {"PLATFORM": machine, "OS": "linux", "ARCH": machine[6:], "VARIANT": ""}
+    def __init__(self, arguments: Mapping[str, str], bases: Mapping[str, ImageConfig]):
+        architecture = ARCHITECTURES.get(platform.machine(), platform.machine())
+        self.platform = f"linux/{architecture}"
+        automatic = {"PLATFORM": self.platform, "OS": "linux", "ARCH": architecture, "VARIANT": ""}
         self.arguments = {f"{side}{k}": v for side in ("BUILD", "TARGET") for k, v in automatic.items()}
         self.arguments |= arguments
         self.proxies = {name: value for name, value in arguments.items() if name.upper() in PROXIES}
         self.unused = set(arguments) - set(self.proxies)
-        self.platform = machine
         self.bases = bases
         self.globals: dict[str, str] = {}
         self.stages: list[Stage] = []
@@ -132,11 +132,7 @@ class Planner:
         self.notices.append(f"{instruction.place}: {instruction.keyword} {what}")
 
     def expand(
-        self,
-        instruction: Instruction,
-        text: str,
-        scope: Mapping[str, str] | None = None,
-        quotes: bool = True,
+        self, instruction: Instruction, text: str, scope: Mapping[str, str] | None = None, quotes: bool = True
     ) -> str:
         """`text` with the values of the stage's variables, or of `scope`. Raises ValueError."""
         scope = self.stages[-1].variables if scope is None else scope
@@ -170,7 +166,7 @@ class Planner:
         elif base == "scratch":
             base = None
         else:
-            config = dataclasses.replace(self.bases(instruction, reference), digest="")
+            config = dataclasses.replace(self.bases.get(reference, config), digest="")
         self.stages.append(Stage(instruction, base, (match[2] or "").lower(), config))
 
     def origin(self, instruction: Instruction, reference: str, numbers: bool) -> int | str:
@@ -228,9 +224,8 @@ class Planner:
 
     def inside(self, path: str) -> str:
         """Absolute, seen from where the stage is."""
-        return posixpath.normpath(posixpath.join("/", self.stages[-1].config.workdir, path)).replace(
-            "//", "/"
-        )
+        place = posixpath.join("/", self.stages[-1].config.workdir, path)
+        return posixpath.normpath(place).replace("//", "/")
 
     def _user(self, instruction: Instruction) -> None:
         self.stages[-1].set(user=self.expand(instruction, instruction.rest))
@@ -301,9 +296,8 @@ class Planner:
             instruction.refuse(f"--chmod={mode} is no number like 0755")
         listed = instruction.array() or instruction.rest.split()
         texts = {doc.word: doc for doc in instruction.heredocs}
-        *given, target = [word if word in texts else self.expand(instruction, word) for word in listed] or [
-            ""
-        ]
+        expanded = [word if word in texts else self.expand(instruction, word) for word in listed]
+        *given, target = expanded or [""]
         sources = tuple(word for word in given if word not in texts)
         if not given:
             instruction.refuse("it takes sources and a destination")
@@ -324,9 +318,7 @@ class Planner:
     def content(self, instruction: Instruction, heredoc: Heredoc) -> str:
         """A heredoc as the file it becomes."""
         text = _chomped(heredoc)
-        if not heredoc.expand:
-            return text
-        return self.expand(instruction, text, quotes=False)
+        return self.expand(instruction, text, quotes=False) if heredoc.expand else text
 
 
 def _chomped(heredoc: Heredoc) -> str:

@@ -32,9 +32,7 @@ class Source:
 
     def plan(self, bases: Mapping[str, ImageConfig] | None = None) -> Plan:
         """`bases`: what the images declare that it starts from, by reference. Raises ImageError."""
-        known = bases or {}
-        planner = Planner(self.arguments, lambda _, reference: known.get(reference, ImageConfig()))
-        return planner.plan(list(self.instructions), "Dockerfile")
+        return Planner(self.arguments, bases or {}).plan(list(self.instructions), "Dockerfile")
 
     def found(self, step: Step) -> Found:
         """What a step copies of the context. Raises ImageError where that is not there."""

@@ -39,10 +39,7 @@ class Watch:
     """What bounds a build: time, the limits of a sandbox, somebody who has changed their mind."""
 
     def __init__(
-        self,
-        timeout: float,
-        cancelled: Callable[[], bool],
-        output: Callable[[str], None] = lambda _: None,
+        self, timeout: float, cancelled: Callable[[], bool], output: Callable[[str], None] = lambda _: None
     ):
         self.timeout, self.cancelled, self.output = timeout, cancelled, output
         self.deadline = time.monotonic() + timeout
@@ -192,10 +189,7 @@ class Steps:
 
     @staticmethod
     def _feed(
-        stream: IO[bytes],
-        request: Mapping[str, Any],
-        feed: Feed | None,
-        wrong: list[Exception],
+        stream: IO[bytes], request: Mapping[str, Any], feed: Feed | None, wrong: list[Exception]
     ) -> None:
         try:
             with stream:
