@@ -115,12 +115,7 @@ def unpacked_bytes(path: Path, user: int | None = None) -> int:
 
 
 def unpack(
-    path: Path,
-    target: Path,
-    lock: int | None = None,
-    *,
-    opened: int | None = None,
-    user: int | None = None,
+    path: Path, target: Path, lock: int | None = None, *, opened: int | None = None, user: int | None = None
 ) -> None:
     """Unpack into `target`, which must not exist or be empty; what an error leaves there is the caller's.
 
@@ -133,16 +128,9 @@ def unpack(
     # Relative to where it stands: the user may be unable to come there by the whole path.
     arguments = ["-q", "-n", "-no-xattrs", "-f", "-d", ".", "-o", str(squashfs_offset(path))]
     with path.open("rb") as file:
-        process = _unsquashfs(
-            path,
-            file.fileno() if opened is None else opened,
-            "unpack",
-            arguments,
-            UNPACK_TIMEOUT_S,
-            () if lock is None else (lock,),
-            user,
-            target,
-        )
+        opened = file.fileno() if opened is None else opened
+        how: dict[str, Any] = {"keep": () if lock is None else (lock,), "user": user, "cwd": target}
+        process = _unsquashfs(path, opened, "unpack", arguments, UNPACK_TIMEOUT_S, **how)
     # Exit code 2: something was skipped, for a plain user the device nodes, which nobody needs. A full disk
     # is exit code 1.
     if process.returncode not in (0, 2) or not any((target / name).exists() for name in ("usr", "bin")):
@@ -174,16 +162,10 @@ def reader(opened: int, user: int | None) -> int | None:
 
 
 def _unsquashfs(
-    path: Path,
-    opened: int,
-    verb: str,
-    arguments: list[str],
-    timeout: float,
-    keep: Sequence[int] = (),
-    user: int | None = None,
-    cwd: Path = Path("/"),
+    path: Path, opened: int, verb: str, arguments: list[str], timeout: float, **how: Any
 ) -> subprocess.CompletedProcess[bytes]:
-    command, options = _command(path, opened, verb, arguments, keep, user, cwd)
+    """It has run to its end; `how`: as :func:`_command` takes it. Raises ImageError."""
+    command, options = _command(path, opened, verb, arguments, **how)
     try:
         return subprocess.run(command, capture_output=True, timeout=timeout, **options)
     except (OSError, subprocess.TimeoutExpired) as error:
