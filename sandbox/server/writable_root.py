@@ -35,7 +35,7 @@ def _write(path: str, text: str) -> None:
     os.close(file)
 
 
-def _escaped(path: str) -> str:
+def escaped(path: str) -> str:
     """As an option of a mount: its separators are part of the name."""
     return path.replace("\\", "\\\\").replace(",", "\\,").replace(":", "\\:")
 
@@ -64,7 +64,7 @@ def mount(lower: str, overlay: str, *beneath: str) -> str:
     # Seen through the mount, the image's own root directory is that of the upper layer.
     os.chmod(upper, os.stat(lower).st_mode & 0o7777)
     layers = ",".join(
-        f"{name}={':'.join(map(_escaped, paths))}"
+        f"{name}={':'.join(map(escaped, paths))}"
         for name, paths in (("lowerdir", [lower, *beneath]), ("upperdir", [upper]), ("workdir", [work]))
     )
     options = f"{layers},userxattr".encode()

@@ -24,11 +24,11 @@ from typing import Any
 
 from sandbox.images.dockerfile import context
 from sandbox.images.dockerfile.plan import PIPES
-from sandbox.server import seccomp
+from sandbox.server import seccomp, writable_root
+from sandbox.server.writable_root import CLONE_NEWNS, CLONE_NEWUSER, MS_NODEV, MS_NOSUID, escaped, libc
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
-CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
-MS_RDONLY, MS_NOSUID, MS_NODEV = 0x1, 0x2, 0x4
+MS_RDONLY = 0x1
 OPEN_FILES = 4096
 NICENESS = 10  # builds yield to the workers
 CAPABILITIES = ("CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_SETFCAP", "CAP_SYS_CHROOT")
@@ -51,8 +51,6 @@ PRETENDED = {
     "setreuid": (113, 145),
     "setuid": (105, 146),
 }
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
@@ -77,13 +75,12 @@ def step_down(user: int | None, limits: dict[str, int]) -> None:
     seccomp.join_own_keyring()
     os.nice(NICENESS)
     uid, gid = os.geteuid(), os.getegid()
-    if _libc.unshare(CLONE_NEWUSER | CLONE_NEWNS) != 0:
+    if libc.unshare(CLONE_NEWUSER | CLONE_NEWNS) != 0:
         raise OSError(ctypes.get_errno(), "no user namespace: it takes one to build an image")
     Path("/proc/self/setgroups").write_text("deny")
     Path("/proc/self/uid_map").write_text(f"0 {uid} 1")
     Path("/proc/self/gid_map").write_text(f"0 {gid} 1")
-    with contextlib.suppress(OSError):  # where /proc/sys is read-only the filter of calls is the only wall
-        Path("/proc/sys/user/max_user_namespaces").write_text("1")  # bubblewrap's
+    writable_root.forbid_user_namespaces(but=1)  # bubblewrap's
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     for kind, most in (
@@ -103,13 +100,13 @@ def mount(request: dict[str, Any]) -> Path:
     layer = Path(request["layer"])
     root = layer / "merged"
     os.chdir(request["cache"])  # names of layers are short from here: all options have to fit into a page
-    lowers = ":".join(map(_escaped, [*request["lowers"], str(layer / "empty")]))
+    lowers = ":".join(map(escaped, [*request["lowers"], str(layer / "empty")]))
     options, flags = f"lowerdir={lowers},userxattr", MS_NOSUID | MS_NODEV
     if request["writable"]:
-        options += f",upperdir={_escaped(str(layer / 'upper'))},workdir={_escaped(str(layer / 'work'))}"
+        options += f",upperdir={escaped(str(layer / 'upper'))},workdir={escaped(str(layer / 'work'))}"
     else:
         flags |= MS_RDONLY
-    if _libc.mount(b"overlay", os.fsencode(root), b"overlay", flags, os.fsencode(options)) != 0:
+    if libc.mount(b"overlay", os.fsencode(root), b"overlay", flags, os.fsencode(options)) != 0:
         number = ctypes.get_errno()
         raise OSError(
             number,
@@ -117,10 +114,6 @@ def mount(request: dict[str, Any]) -> Path:
             "newer and an image cache (ROLLOUT_IMAGE_CACHE) on a disk of the node, itself no overlay",
         )
     return root
-
-
-def _escaped(path: str) -> str:
-    return path.replace("\\", "\\\\").replace(",", "\\,").replace(":", "\\:")
 
 
 def enter(root: Path) -> None:
