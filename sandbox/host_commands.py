@@ -61,10 +61,8 @@ def status(state_dir: Path | None, as_json: bool) -> None:
     click.echo(", ".join(f"{key.replace('_', ' ')} {value}" for key, value in shown.items()))
     table = Table("id", "owner", "runtime", "pid", "warm", "seconds left", box=None)
     for info in sandboxes:
-        seconds_left = f"{info['seconds_left']:.0f}"
-        table.add_row(
-            info["id"], info["owner"], info["runtime"], str(info["pid"]), str(info["warm"]), seconds_left
-        )
+        cells = [str(info[key]) for key in ("id", "owner", "runtime", "pid", "warm")]
+        table.add_row(*cells, f"{info['seconds_left']:.0f}")
     if sandboxes:
         Console(width=None if sys.stdout.isatty() else 10_000).print(table)  # in a pipe a row is a line
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -119,24 +120,15 @@ def build(
 
     def make(name: str, source: str) -> None:
         begun = time.monotonic()
+        how: dict[str, Any] = {"force": force, "timeout": timeout, "arguments": arguments, "output": show}
         dockerfile = dockerfiles.dockerfile_of(Path(source))
         if dockerfile is None:
             if network:
                 raise ImageError(f"--network is for Dockerfiles, not for {source!r}")
-            path = building.build(
-                name, source, force=force, timeout=timeout, arguments=arguments, output=show
-            )
+            path = building.build(name, source, **how)
         else:
-            path = dockerfiles.build(
-                dockerfile,
-                name,
-                network=network,
-                output=show,
-                timeout=timeout,
-                arguments=arguments,
-                force=force,
-                beside=sources or dockerfile.parent,
-            )
+            beside = sources or dockerfile.parent
+            path = dockerfiles.build(dockerfile, name, network=network, beside=beside, **how)
         took = time.monotonic() - begun
         click.echo(
             f"built {path} ({size_text(path.stat().st_size)}) in {took:.1f} s; use it as image {name!r}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import importlib.util
 import json
 import os
@@ -164,18 +163,17 @@ def main(operation: str, arguments: dict) -> int:
     from spython.main import Client
 
     Client.quiet = True
+    image = arguments["image"]
     if operation == "inspect":
-        result = Client.inspect(arguments["image"])
+        result = Client.inspect(image)
         print(json.dumps(result))
         return 0 if result else 1
     if operation == "pull":
-        Client.pull(arguments["source"], name=arguments["image"], quiet=True)
+        Client.pull(arguments["source"], name=image, quiet=True)
     else:
-        Client.build(
-            arguments["source"], arguments["image"], options=arguments["options"], sudo=False, quiet=True
-        )
+        Client.build(arguments["source"], image, options=arguments["options"], sudo=False, quiet=True)
     # spython does not tell success from failure here.
-    return 0 if Path(arguments["image"]).exists() else 1
+    return 0 if Path(image).exists() else 1
 
 
 def confine() -> None:
@@ -209,7 +207,7 @@ def has_subordinate_ids() -> bool:
 def end_with_parent() -> None:
     """Should the parent be killed, a build that nobody waits for ends with all its processes: its group."""
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    seccomp.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 if __name__ == "__main__":
