@@ -22,9 +22,7 @@ def start_time(pid: int) -> int | None:
     With the pid it names a process for good: pids are reused.
     """
     fields = _stat(pid)
-    if fields is None or fields[0] in ("Z", "X"):
-        return None
-    return int(fields[19])
+    return int(fields[19]) if fields else None
 
 
 def is_alive(pid: int, started: int | None) -> bool:
@@ -33,11 +31,12 @@ def is_alive(pid: int, started: int | None) -> bool:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/<pid>/stat from `state` (field 3) on."""
+    """Fields of /proc/<pid>/stat from `state` (field 3) on; None when there is none (or only its zombie)."""
     try:
-        return _read(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
+        fields = _read(pid, "stat").decode(errors="replace").rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
+    return fields if fields and fields[0] not in ("Z", "X") else None
 
 
 def _read(pid: int, name: str) -> bytes:
@@ -53,8 +52,7 @@ def children_of_all() -> dict[int, list[int]]:
     """Parent pid → pids of its children, for all processes visible here that are no zombies."""
     children: dict[int, list[int]] = {}
     for pid in all_pids():
-        fields = _stat(pid)
-        if fields is not None and fields[0] != "Z":
+        if fields := _stat(pid):
             children.setdefault(int(fields[1]), []).append(pid)
     return children
 
@@ -86,7 +84,7 @@ def descendants(pid: int) -> list[int]:
     front = [pid]
     while front:
         below = [child for parent in front for child in children(parent)]
-        front = [child for child in below if (fields := _stat(child)) is not None and fields[0] != "Z"]
+        front = [child for child in below if _stat(child)]
         pids += front
     return pids
 
@@ -142,7 +140,7 @@ def with_variable(name: str, value: str) -> list[int]:
 def group_lives(group: int) -> bool:
     """Whether a process of the group has not ended; whether it has been reaped does not matter."""
     stats = map(_stat, all_pids())
-    return any(fields[2] == str(group) and fields[0] not in "ZX" for fields in stats if fields)
+    return any(fields[2] == str(group) for fields in stats if fields)
 
 
 def send(pids: list[int], number: int = signal.SIGKILL) -> None:
@@ -196,8 +194,7 @@ def usages(pid: int) -> list[Usage]:
     pending = [pid]
     while pending:
         process = pending.pop()
-        fields = _stat(process)
-        if fields is None or fields[0] in ("Z", "X"):
+        if not (fields := _stat(process)):
             continue
         tables = _table_bytes(process)
         all_usages.append(
