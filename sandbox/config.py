@@ -85,7 +85,7 @@ class HostConfig:
             if not text:
                 continue
             try:
-                given[field.name] = _PARSERS.get(field.name, _range)(text)
+                given[field.name] = _PARSERS[field.name if field.name in _PARSERS else field.type](text)
             except ValueError as error:
                 raise SandboxError(f"{name}={text!r}: {error}") from error
         pack = AllowedBind(paths.pack_dir().resolve(), writable=False)
@@ -163,9 +163,7 @@ _PARSERS = {
     "image_roots": _places,
     "closed": _places,
     "binds": _binds,
-    "warm": _number,
-    "warm_total": _number,
-    "warm_idle_s": _number,
-    "snapshots_mb": _number,
-    "snapshots_s": _number,
+    "Range": _range,
+    "int": _number,
 }
+"""By a field's name, else by its type."""
