@@ -13,7 +13,6 @@ import os
 import secrets
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -155,8 +154,8 @@ def pack(
         with temporary.open("xb") as file:
             # gzip makes what cannot be compressed a little longer.
             room = max_bytes + max_bytes // 100 + archive.MAX_ENTRIES * 4 * archive.BLOCK_BYTES
-            fetch = partial(_fetch_packed, ask, path, file, exclude, max_bytes, room)
-            moved = fetch(compress=True) if entries is None else fetch(compress=False, entries=entries)
+            how = {"compress": True} if entries is None else {"compress": False, "entries": entries}
+            moved = _fetch_packed(ask, path, file, exclude, max_bytes, room, **how)
         temporary.replace(target)
     return Transfer(moved["bytes"], moved["files"], moved["skipped"])
 
@@ -184,16 +183,9 @@ def _download_file(ask: Ask, path: str, target: Path, info: FileInfo, max_bytes:
 
 
 def _fetch_packed(
-    ask: Ask,
-    path: str,
-    file: IO[bytes],
-    exclude: Sequence[str],
-    max_bytes: int,
-    room: int,
-    compress: bool,
-    **more: Any,
+    ask: Ask, path: str, file: IO[bytes], exclude: Sequence[str], max_bytes: int, room: int, **how: Any
 ) -> dict[str, Any]:
-    reply = ask("pack", path=path, max_bytes=max_bytes, exclude=list(exclude), compress=compress, **more)
+    reply = ask("pack", path=path, max_bytes=max_bytes, exclude=list(exclude), **how)
     while "content" in reply:
         file.write(base64.b64decode(reply["content"]))
         if file.tell() > room:

@@ -103,6 +103,7 @@ def shares_blocks(place: Path) -> bool:
     return False
 
 
+_FREED = ("unshare", "--user", "--map-root-user", "--")
 _CP = ("cp", "-a", "--no-preserve=ownership", "--reflink=auto", "--sparse=auto")
 _TAR = ("tar", "--xattrs", "--xattrs-include=user.*", "--numeric-owner", "--format=posix")
 
@@ -167,7 +168,7 @@ def _refuse_links(runtime: Runtime, launch: Launch) -> None:
 async def _run(runtime: Runtime, command: list[str], cwd: Path, **streams: int) -> None:
     """Run a program as the sandboxes' user to its end; cancelled, it is ended. Raises SnapshotError."""
     user = runtime.as_user()
-    freed = ["unshare", "--user", "--map-root-user", "--"] if _may_be_freed(user.get("user")) else []
+    freed = _FREED if _may_be_freed(user.get("user")) else ()
     environment = {"PATH": paths.tool_path(), "LC_ALL": "C"}
     options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, **streams}
     try:
@@ -202,11 +203,7 @@ def _may_be_freed(user: int | None) -> bool:
     if user is None and os.geteuid() == 0:
         return False
     owner = {} if user is None else {"user": user, "group": user, "extra_groups": []}
-    command = ["unshare", "--user", "--map-root-user", "--", "true"]
-    try:
-        tried = subprocess.run(
-            command, env={"PATH": paths.tool_path()}, capture_output=True, timeout=30, **owner
-        )
-        return tried.returncode == 0
-    except (OSError, subprocess.TimeoutExpired):
-        return False
+    command, env = [*_FREED, "true"], {"PATH": paths.tool_path()}
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        return subprocess.run(command, env=env, capture_output=True, timeout=30, **owner).returncode == 0
+    return False
