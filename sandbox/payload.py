@@ -67,12 +67,7 @@ def loader(usr: Path, inside: str) -> list[str]:
     program = _loader(usr)
     libraries = f"{inside}/{program.parent.relative_to(usr)}:{inside}/lib"
     # No cache: the image's /etc/ld.so.cache names the image's libraries.
-    return [
-        f"{inside}/{program.relative_to(usr)}",
-        "--inhibit-cache",
-        "--library-path",
-        libraries,
-    ]
+    return [f"{inside}/{program.relative_to(usr)}", "--inhibit-cache", "--library-path", libraries]
 
 
 @functools.cache

@@ -64,14 +64,13 @@ def _probe(runtime: Runtime, find_rootfs: Callable[[Runtime], Path | None], with
     if runtime.needs_image:
         runtime.run_as = paths.sandbox_user()
     rootfs = find_rootfs(runtime)
-    if runtime.run_as is None:
-        if runtime.needs_image and os.geteuid() == 0:
-            runtime.missing_isolation.append("uid (processes run as the machine's root without capabilities)")
-        runtime.probe(rootfs, within)
-        return
+    if runtime.run_as is None and runtime.needs_image and os.geteuid() == 0:
+        runtime.missing_isolation.append("uid (processes run as the machine's root without capabilities)")
     try:
         runtime.probe(rootfs, within)
     except RuntimeUnavailable as error:
+        if runtime.run_as is None:
+            raise
         message = (
             f"{error}; root's sandboxes run as uid {runtime.run_as} (ROLLOUT_SANDBOX_UID; 0 would run them "
             "as root, for whom no limit of processes holds)"

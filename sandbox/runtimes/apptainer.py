@@ -28,8 +28,6 @@ log = logging.getLogger(__name__)
 SWITCHES = "/proc/sys"
 OURS, THEIRS, MEMORY = "an overlay with userxattr", "Apptainer's own overlay", "a tmpfs"
 """What keeps the changes to an image; directories of it can only be removed under ours."""
-
-
 MOST_FAILURES, PAUSE_S = 3, 60.0
 """Of clones in a row: after so many none is tried for a while, and sandboxes start without."""
 
@@ -51,9 +49,8 @@ class Apptainer(Runtime):
         named = os.environ.get("ROLLOUT_APPTAINER")
         if named:
             return shutil.which(named)
-        return shutil.which("apptainer", path=paths.tool_path()) or shutil.which(
-            "singularity", path=paths.tool_path()
-        )
+        path = paths.tool_path()
+        return shutil.which("apptainer", path=path) or shutil.which("singularity", path=path)
 
     def check_installed(self) -> None:
         """Raise RuntimeUnavailable when there is no program."""
@@ -202,16 +199,7 @@ class Apptainer(Runtime):
             flags += ["--pids-limit", str(launch.limits.processes)]
         for bind in binds:
             flags += ["--bind", f"{bind.source}:{bind.target}:{'ro' if bind.read_only else 'rw'}"]
-        return [
-            str(self.program()),
-            "-q",
-            "exec",
-            *flags,
-            "--pwd",
-            places.workspace,
-            str(rootfs),
-            *command,
-        ]
+        return [str(self.program()), "-q", "exec", *flags, "--pwd", places.workspace, str(rootfs), *command]
 
     def probe(self, rootfs: Path | None, within: Path | None = None) -> None:
         """See :meth:`Runtime.probe`. Changed system files go to disk if the file system there can do that,

@@ -224,8 +224,8 @@ class Runtime(abc.ABC):
         """
         if launch.interpreter is None:
             return ["python3"]
-        loaded = [*payload.loader(launch.interpreter, self.places(launch).interpreter)]
-        return [*loaded, f"{self.places(launch).interpreter}/bin/python3"]
+        inside = self.places(launch).interpreter
+        return [*payload.loader(launch.interpreter, inside), f"{inside}/bin/python3"]
 
     def start(
         self, launch: Launch, command: list[str], config: bytes

@@ -77,10 +77,8 @@ class Bubblewrap(Runtime):
         flags += ["--proc", "/proc", "--dev", "/dev", "--bind", str(launch.scratch / "run"), "/run"]
         for bind in self.all_binds(launch):
             flags += ["--ro-bind" if bind.read_only else "--bind", str(bind.source), bind.target]
-        if launch.network == "host":
-            flags += (
-                ["--ro-bind-try", "/etc/resolv.conf", "/etc/resolv.conf"] if launch.rootfs is None else []
-            )
+        if launch.network == "host" and launch.rootfs is None:
+            flags += ["--ro-bind-try", "/etc/resolv.conf", "/etc/resolv.conf"]
         # Nothing can be kept in the memory of a file system: only mounts that lie on disk are written to.
         flags += ["--remount-ro", "/dev", "--remount-ro", "/"]
         flags += ["--setenv", "PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]
