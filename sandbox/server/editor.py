@@ -55,8 +55,7 @@ class Editor:
             return list_directory(path)
         raw, size = read_regular(path, MAX_EDIT_BYTES)
         if size > len(raw):  # a character may be cut in two at the end
-            text = raw.decode("utf-8", "replace").replace("\r\n", "\n")
-            lines = split_lines(text)
+            lines = split_lines(raw.decode("utf-8", "replace").replace("\r\n", "\n"))
             note = (
                 "[%s has %d bytes; only its first %d can be viewed here, lines 1 to %d. Use a shell command "
                 "such as `sed -n` for the rest.]\n" % (path, size, len(raw), len(lines))
@@ -68,11 +67,8 @@ class Editor:
             return note + "%s is empty" % path
         body, shown = numbered(lines, first, last, self._max_chars)
         if shown < last:
-            note += "[cut: lines %d to %d of %d are shown; use view_range to see others]\n" % (
-                first,
-                shown,
-                len(lines),
-            )
+            there = (first, shown, len(lines))
+            note += "[cut: lines %d to %d of %d are shown; use view_range to see others]\n" % there
         return note + body
 
     def _create(self, path, request):
@@ -149,10 +145,8 @@ class Editor:
         self._history.drop_last(path)
         if before is None:
             return "Undid the creation of %s: the file is removed." % path
-        return "Undid the last edit of %s; %s can still be undone." % (
-            path,
-            counted(self._history.edits(path), "edit"),
-        )
+        left = counted(self._history.edits(path), "edit")
+        return "Undid the last edit of %s; %s can still be undone." % (path, left)
 
     # -- inside ----------------------------------------------
 

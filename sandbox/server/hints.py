@@ -20,13 +20,10 @@ def numbered(lines, first, last, max_chars):
     for number in range(first, last + 1):
         line = "%6d\t%s\n" % (number, lines[number - 1])
         if used + len(line) > max_chars:
-            if not shown:
-                shown.append(
-                    line[:max_chars]
-                    + "\n[cut: line %d has %d characters]\n" % (number, len(lines[number - 1]))
-                )
-                return "".join(shown), number
-            return "".join(shown), number - 1
+            if shown:
+                return "".join(shown), number - 1
+            note = "\n[cut: line %d has %d characters]\n" % (number, len(lines[number - 1]))
+            return line[:max_chars] + note, number
         shown.append(line)
         used += len(line)
     return "".join(shown), last
@@ -63,16 +60,10 @@ def list_directory(path):
     )
     if cut:
         shown.append("[cut: list a subdirectory to see more]")
-    text = (
-        "\n".join([head, *sorted(shown)])
-        if shown
-        else "%s is empty%s"
-        % (
-            path,
-            " but for %s" % counted(hidden, "hidden entry", "hidden entries") if hidden else "",
-        )
-    )
-    return text.encode("utf-8", "replace").decode()
+    if not shown:
+        head = "%s is empty" % path
+        head += " but for %s" % counted(hidden, "hidden entry", "hidden entries") if hidden else ""
+    return "\n".join([head, *sorted(shown)]).encode("utf-8", "replace").decode()
 
 
 def not_unique(path, plain, old, count):
@@ -110,11 +101,8 @@ def not_found(document, old):
     candidates = [line for line in lines[:MAX_HINT_LINES] if len(line) <= MAX_HINT_CHARS]
     near = difflib.get_close_matches(key, candidates, 1) if key.strip() else []
     if near:
-        return message + ". The nearest to its line %r is line %d: %r" % (
-            key,
-            lines.index(near[0]) + 1,
-            near[0],
-        )
+        number = lines.index(near[0]) + 1
+        return message + ". The nearest to its line %r is line %d: %r" % (key, number, near[0])
     return message + "; view the file and copy the text exactly"
 
 
