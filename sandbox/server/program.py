@@ -113,16 +113,7 @@ class Programs:
                 )
             kind, unit = LIMITS[name]
             limited.append((kind, int(float(value) * unit)))
-        confine = confiner(self._limits)
-
-        def prepare():
-            confine()
-            for kind, value in limited:
-                hard = resource.getrlimit(kind)[1]
-                value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-                resource.setrlimit(kind, (value, value))
-
-        return prepare
+        return confiner(self._limits, limited)
 
 
 class _Program:
