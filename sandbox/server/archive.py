@@ -202,9 +202,8 @@ def unpack(file, target, tally):
         if leads_out(name, link):
             tally.skipped.append(printable(name))
             continue
-        _check_no_link_above(
-            target, name
-        )  # from where that leads, `link` would climb further than was counted
+        # From where that leads, `link` would climb further than was counted.
+        _check_no_link_above(target, name)
         _make_parents(target, name)
         os.symlink(link, os.path.join(target, name))
     for path, mode in modes:

@@ -117,10 +117,8 @@ class CellOutput:
 
     def clear(self, wait):
         """Forget everything so far, at once or (`wait`) when the next output comes."""
-        if wait:
-            self._clear_at_next = True
-        else:
-            self._clear_at_next = False
+        self._clear_at_next = wait
+        if not wait:
             self._reset()
 
     def text(self):
@@ -138,8 +136,7 @@ class CellOutput:
 
     def _clear_if_due(self):
         if self._clear_at_next:
-            self._clear_at_next = False
-            self._reset()
+            self.clear(wait=False)
 
     def _new_part(self, data):
         part = Capture(self._max_chars)

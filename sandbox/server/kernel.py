@@ -211,9 +211,8 @@ def make_client(ipython_dir, follow):
             follow(asyncio.ensure_future(self.kernel.dispatch_shell(*arguments, stream.recv_multipart())))
 
     class Kernel(InProcessKernel):
-        execute_request = (
-            IPythonKernel.execute_request
-        )  # the other one puts its own output in the pipe's place
+        # The other one puts its own output in the pipe's place.
+        execute_request = IPythonKernel.execute_request
         # Since version 7 it is asked for where a cell awaits, also where there is none.
         shell_channel_thread = types.SimpleNamespace(parent_thread=threading.main_thread())
         _supports_kernel_subshells = False

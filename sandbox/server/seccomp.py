@@ -265,8 +265,7 @@ def program(machine, building=False, pretended=()):
     """The filter as a list of instructions (code, jump if true, jump if false, operand).
 
     `machine`: as `uname` names it. `building`: the profile of image builds. `pretended`: numbers of calls
-    that answer 0 and do nothing. Raises OSError for a
-    machine whose calls are not known here.
+    that answer 0 and do nothing. Raises OSError for a machine whose calls are not known here.
     """
     if machine not in AUDIT_ARCH:
         raise OSError(errno.ENOSYS, "no filter of system calls is known for %s" % machine)

@@ -77,10 +77,8 @@ def walk(root, exclude, directories, open_up=None):
                 open_up(place, info or os.stat(place), stat.S_IRWXU)
             with os.scandir(place) as scan:
                 entries = list(scan)
-        except (FileNotFoundError, NotADirectoryError):
-            continue  # nothing is left of it
-        except PermissionError:
-            continue  # another user's: nobody in here could have changed what is in it
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
+            continue  # nothing is left of it; or it is another user's, and nobody in here could change it
         for entry in entries:
             name = prefix + entry.name
             if entry.name in exclude or name in exclude or "/" + name in exclude:
