@@ -73,9 +73,8 @@ class Layer:
 
     def note(self) -> None:
         """Remember what is there now, as long as the sandbox lives."""
-        self._noted.write_text(
-            json.dumps({path: _identity(info, opaque) for path, info, opaque in self._walk()})
-        )
+        now = {path: _identity(info, opaque) for path, info, opaque in self._walk()}
+        self._noted.write_text(json.dumps(now))
 
     def unchanged(self) -> dict[str, bool] | None:
         """Of all that was noted, whether it is as it was; None when nothing was. For :meth:`note_again`.
@@ -90,9 +89,8 @@ class Layer:
     def note_again(self, unchanged: Mapping[str, bool]) -> None:
         """Remember of a copy what was noted of its original: what has changed is never as it was again."""
         now = self._now(unchanged)
-        self._noted.write_text(
-            json.dumps({path: now.get(path) if same else None for path, same in unchanged.items()})
-        )
+        noted = {path: now.get(path) if same else None for path, same in unchanged.items()}
+        self._noted.write_text(json.dumps(noted))
 
     def _now(self, noted: Collection[str]) -> dict[str, list[int]]:
         with contextlib.ExitStack() as opened:

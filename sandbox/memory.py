@@ -105,10 +105,8 @@ class Survey:
                 self._seen[key] = _look_at(usage, most)
             elif key in self._seen:
                 before = self._seen[key]
-                growth = usage.rss_bytes - before.rss_bytes
-                self._seen[key] = dataclasses.replace(
-                    before, private=before.private + growth, rss_bytes=usage.rss_bytes
-                )
+                private = before.private + usage.rss_bytes - before.rss_bytes
+                self._seen[key] = dataclasses.replace(before, private=private, rss_bytes=usage.rss_bytes)
             elif at_once or self._calls >= MOST_CALLS:
                 self._seen[key], whole = Seen(usage.rss_bytes, usage.rss_bytes), False
             else:

@@ -264,9 +264,8 @@ def set_attributes(tree, attributes, flags):
     """Add to what holds for a mount; what it has is kept, which a remount could not."""
     setting = struct.pack("=4Q", attributes, 0, 0, 0)
     nothing = ctypes.c_char_p(b"")
-    require(
-        libc.syscall(MOUNT_SETATTR, tree, nothing, flags, setting, len(setting)), "cannot protect a mount"
-    )
+    status = libc.syscall(MOUNT_SETATTR, tree, nothing, flags, setting, len(setting))
+    require(status, "cannot protect a mount")
 
 
 def raise_loopback():

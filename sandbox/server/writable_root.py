@@ -68,10 +68,8 @@ def mount(lower: str, overlay: str, *beneath: str) -> str:
         for name, paths in (("lowerdir", [lower, *beneath]), ("upperdir", [upper]), ("workdir", [work]))
     )
     options = f"{layers},userxattr".encode()
-    require(
-        libc.mount(b"overlay", root.encode(), b"overlay", MS_NOSUID | MS_NODEV, options),
-        "no overlay with userxattr",
-    )
+    status = libc.mount(b"overlay", root.encode(), b"overlay", MS_NOSUID | MS_NODEV, options)
+    require(status, "no overlay with userxattr")
     return root
 
 
