@@ -53,7 +53,7 @@ def requests_of(
                 resolver.request(prefix, entry) if isinstance(entry, ForkRequest) else entry
                 for prefix, entry in named
             ]
-            check_submission(requests, listed_in, n)
+            check_submission([*zip(prefixes, requests, strict=True)], n)
     except ApiProblem:
         FORKS.labels("refused").inc(len(forks))
         raise

@@ -27,23 +27,16 @@ Named = Sequence[tuple[str, RolloutRequest]]
 """Requests, each with what comes before its fields' names in an error."""
 
 
-def check_submission(
-    requests: Sequence[RolloutRequest], listed_in: str | None = None, n: int | None = None
-) -> None:
+def check_submission(named: Named, n: int | None = None) -> None:
     """Refuse requests of the caller that could not be worked on.
 
     Args:
-        listed_in: Field of the body that they come in; None: the one request is the body.
         n: Members of each group; None = as the requests say.
 
     Raises:
         ApiProblem: 403 or 400 naming the fields; 503 when no worker has announced any handler yet.
     """
     gate = current_app.extensions["rollout"]
-    named = [
-        ("" if listed_in is None else f"{listed_in}.{position}.", request)
-        for position, request in enumerate(requests)
-    ]
     # First what the tenant may use: whether another handler exists is none of its business.
     refuse(not_permitted(named, gate.tasks.handlers(), gate.settings), 403, "Not permitted")
     gate.tasks.check(named)

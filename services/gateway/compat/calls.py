@@ -58,7 +58,7 @@ def begin(
         ApiProblem: It was refused, and nothing was enqueued; 409 for a job with another body.
     """
     gate, tenant = gateway(), caller().tenant
-    check_submission([request])
+    check_submission([("", request)])
     rollout_id, ended = new_id(), False
     if job is not None:
         body = digest_of(request.model_dump_json())
