@@ -10,14 +10,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Histogram,
-    ProcessCollector,
-    generate_latest,
-)
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 import rollout
@@ -34,7 +27,6 @@ from services.state.fleet import STOP_REASONS
 if TYPE_CHECKING:
     from services.gateway.context import Gateway
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
 KINDS = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
 KNOWN = {
     "blame": list(Blame),

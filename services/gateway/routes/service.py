@@ -11,6 +11,7 @@ from typing import Any
 import redis
 import structlog
 from flask import Blueprint, Response, current_app, jsonify, request
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
 import rollout
@@ -150,7 +151,7 @@ def ready() -> tuple[dict[str, Any], int]:
 @operation(answers={200: STRING}, media="text/plain", scope=Scope.METRICS)
 def prometheus() -> Response:
     """Metrics in the Prometheus text format."""
-    return Response(metrics.render(gateway()), content_type=metrics.CONTENT_TYPE)
+    return Response(metrics.render(gateway()), content_type=CONTENT_TYPE_LATEST)
 
 
 @blueprint.get("/openapi.json")
