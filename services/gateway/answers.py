@@ -8,7 +8,8 @@ answers of the first kind go out compressed to those who accept it.
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from flask import Flask, Response, request
 from pydantic import BaseModel
@@ -73,6 +74,16 @@ class Answer:
         if self._kept:
             yield from self._store.records(self._kept)
         yield from self._made.values()
+
+
+def event_stream(body: Iterable[Any], *on_close: Callable[[], None]) -> Response:
+    """Server-sent events, and what is to be done when they end, however that comes."""
+    response = Response(body, content_type="text/event-stream")
+    # A proxy must not collect the events into larger pieces.
+    response.headers.update({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+    for call in on_close:  # not in the generator: one that was never begun runs no `finally`
+        response.call_on_close(call)
+    return response
 
 
 def compress_answers(app: Flask) -> None:

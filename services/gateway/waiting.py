@@ -178,6 +178,14 @@ class Waiter:
         self.on_wake(woken.set)
         woken.wait(max(0.0, self.deadline - time.monotonic()))
 
+    def pauses(self, seconds: float) -> Iterator[Waiter]:
+        """The same in a stream, for at most so long: yields the waiter where the server is to park it."""
+        self.deadline = time.monotonic() + seconds
+        if self.parks:
+            yield self
+        else:
+            self.pause()
+
     def leave(self) -> None:
         """Give the place back. Twice is harmless."""
         if self.room is not None:

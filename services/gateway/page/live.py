@@ -11,6 +11,7 @@ from typing import Annotated, Literal, get_args
 import redis
 from flask import Blueprint, Response
 
+from services.gateway.answers import event_stream
 from services.gateway.auth import Caller, caller, holder
 from services.gateway.context import Gateway, gateway
 from services.gateway.http import STRING, Tenant, operation, query
@@ -48,13 +49,8 @@ def live(
     gate.streams.take(who)
     mine.streams = True
     gate.live.enter(viewer, partial(_overview, gate))
-    response = Response(_events(gate, caller(), viewer), content_type="text/event-stream")
-    # A proxy must not collect the events into larger pieces.
-    response.headers.update({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-    # Not in the generator: one that was never begun runs no `finally`.
-    response.call_on_close(partial(gate.streams.free, who))
-    response.call_on_close(partial(gate.live.leave, viewer))
-    return response
+    leave = partial(gate.live.leave, viewer)
+    return event_stream(_events(gate, caller(), viewer), partial(gate.streams.free, who), leave)
 
 
 def _topics(text: str) -> frozenset[str]:
@@ -78,11 +74,7 @@ def _events(gate: Gateway, reader: Caller, viewer: Viewer) -> Iterator[bytes | W
     yield b": live\n\n"
     pause_s = 0.0  # first to where streams go on: it is not for this thread to send
     while not mine.over:
-        mine.deadline = time.monotonic() + pause_s
-        if mine.parks:
-            yield mine
-        elif pause_s:
-            mine.pause()
+        yield from mine.pauses(pause_s)
         mine.rearm()
         try:
             if not gate.guard.holds(reader):  # its key was revoked, say

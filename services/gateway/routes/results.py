@@ -16,7 +16,7 @@ import structlog
 from flask import Blueprint, Response
 
 from rollout.schema import AckRequest, AckResponse, ResultPage
-from services.gateway.answers import Answer
+from services.gateway.answers import Answer, event_stream
 from services.gateway.auth import Caller, caller, holder
 from services.gateway.context import Gateway, gateway
 from services.gateway.http import STRING, Cursor, Include, Limit, Tag, Tenant, Wait, operation, query
@@ -90,22 +90,7 @@ def stream(
         raise
     mine.streams = True
     body = _events(gate, caller(), cursor, mine, include == "trajectory")
-    response = Response(body, content_type="text/event-stream")
-    # A proxy must not collect the events into larger pieces.
-    response.headers.update({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-    # Not in the generator: one that was never begun runs no `finally`.
-    response.call_on_close(partial(gate.streams.free, who))
-    response.call_on_close(mine.leave)
-    return response
-
-
-def _pause(mine: Waiter, seconds: float) -> Iterator[Waiter]:
-    """Wait until woken, at most so long; yields the waiter itself where the server is to park the stream."""
-    mine.deadline = time.monotonic() + seconds
-    if mine.parks:
-        yield mine
-    else:
-        mine.pause()
+    return event_stream(body, partial(gate.streams.free, who), mine.leave)
 
 
 def _events(
@@ -128,11 +113,11 @@ def _events(
             yield "event: missed\ndata: {}\n\n"
         if mine.parks:
             # A stream is sent from the few threads that go on with what was parked, however much there is.
-            yield from _pause(mine, 0.0)
+            yield from mine.pauses(0.0)
         while not mine.over:
             try:
                 if not look():
-                    yield from _pause(mine, gate.settings.sse_heartbeat_s)
+                    yield from mine.pauses(gate.settings.sse_heartbeat_s)
                     if not look():
                         if time.monotonic() < mine.deadline and not mine.over:
                             continue  # what woke it was read before
@@ -158,7 +143,7 @@ def _events(
                 ids, after = [], cursor
                 yield ": Redis is away\n\n"
                 mine.rearm()
-                yield from _pause(mine, AWAY_PAUSE_S)
+                yield from mine.pauses(AWAY_PAUSE_S)
     except redis.RedisError as error:
         # Too late for a 503. The reader comes back with the last id, and is told then.
         log.warning("stream of results cut: Redis does not answer", error=str(error))
