@@ -43,14 +43,10 @@ class Refusal(Exception):
         """
         super().__init__(message)
         self.kind: Kind = kind
+        self.status = STATUS[kind]
         self.retry_after_s = retry_after_s
         self.tokens = tokens
         self.most_tokens = most_tokens
-
-    @property
-    def status(self) -> int:
-        """Of HTTP."""
-        return STATUS[self.kind]
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,11 @@ def build(
     """
     tree = Tree(nodes)
     labels = _Labels(tree)
-    owner = _owners(tree, labels)
-    order = sorted(labels.role, key=lambda leaf: (leaf == labels.end, leaf))
+    role, owner = labels.role, {}
+    # The leaf in whose chain a node has its loss; what is behind a leaf's own node is its own, too.
+    for leaf in sorted(role, key=lambda leaf: (leaf == labels.end, role[leaf] in TRAINED, leaf)):
+        owner |= dict.fromkeys(tree.lineage(leaf), leaf)
+    order = sorted(role, key=lambda leaf: (leaf == labels.end, leaf))
     asked = [_asked(node) for node in nodes]
     chains = []
     for leaf in order:
@@ -72,20 +75,12 @@ def build(
         shared = [place for place in path if owner[place] != leaf]
         left = shared[-1] if shared else labels.left.get(path[0])
         parent = None if left is None or owner[left] == leaf else order.index(owner[left])
-        chain = Chain(role=labels.role[leaf], parent=parent)
+        chain = Chain(role=role[leaf], parent=parent)
         for place in path:
             for segment in (asked[place], *_said(nodes[place], given=owner[place] != leaf)):
                 chain.append(segment)
         chains.append(chain)
     return chains, _receipt(tree, harness, chains, retries, refused)
-
-
-def _owners(tree: Tree, labels: _Labels) -> dict[int, int]:
-    """The leaf in whose chain each node has its loss; what is behind a leaf's own node is its own, too."""
-    role, owner = labels.role, {}
-    for leaf in sorted(role, key=lambda leaf: (leaf == labels.end, role[leaf] in TRAINED, leaf)):
-        owner |= dict.fromkeys(tree.lineage(leaf), leaf)
-    return owner
 
 
 def _asked(node: Node) -> Segment:

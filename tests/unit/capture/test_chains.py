@@ -43,9 +43,8 @@ class Capture:
         if attached.parent == ROOT:
             before, new = [], self.codec.render(call.messages, call.tools)
         else:
-            before = self.tree.ids(attached.parent)
             prompt, sampled = self.tree.prompt(attached.parent), self.tree.sampled(attached.parent)
-            assert before == prompt + sampled
+            before = prompt + sampled
             new = self.codec.bridge(prompt, sampled, attached.tail)
         self.prompts.append(before + new)
         self.sampled.append(ids or [*self.codec.encode(said), self.codec.stop_token_ids[0]])
