@@ -89,10 +89,7 @@ class _Resolver:
         def refused(
             name: str, message: str, status: int = 409, title: str = "Cannot be forked"
         ) -> ApiProblem:
-            field = f"{prefix}{name}"
-            return ApiProblem(
-                status, title, f"{field}: {message}", [FieldError(field=field, message=message)]
-            )
+            return ApiProblem(status, title, errors=[FieldError(field=f"{prefix}{name}", message=message)])
 
         turn = fork.from_.turn
         if fork.from_.rollout not in self._sources:
@@ -167,8 +164,7 @@ def _named_as_written(forks: Mapping[str, ForkRequest]) -> Iterator[None]:
         if not forks or not error.problem.errors:
             raise
         errors = [_as_written(item, forks) for item in error.problem.errors]
-        detail = f"{errors[0].field}: {errors[0].message}"
-        raise ApiProblem(error.problem.status, error.problem.title, detail, errors) from None
+        raise ApiProblem(error.problem.status, error.problem.title, errors=errors) from None
 
 
 def _as_written(error: FieldError, forks: Mapping[str, ForkRequest]) -> FieldError:

@@ -44,7 +44,7 @@ _LATER = {"Retry-After": str(RETRY_AFTER_S)}
 
 
 class ApiProblem(Exception):
-    """An answer other than the one asked for."""
+    """An answer other than the one asked for. Without a detail of its own it has that of its first error."""
 
     def __init__(
         self,
@@ -55,10 +55,13 @@ class ApiProblem(Exception):
         retry_after_s: int | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        first = [*islice(errors, MAX_ERRORS)]
         shown = [
             FieldError(field=short(error.field, MAX_FIELD), message=short(error.message, MAX_MESSAGE))
-            for error in islice(errors, MAX_ERRORS)
+            for error in first
         ]
+        if first and not detail:
+            detail = f"{first[0].field}: {first[0].message}"
         detail = short(detail, MAX_DETAIL)
         self.problem = Problem(title=title, status=status, detail=detail, errors=shown)
         super().__init__(f"{status} {title}: {detail}")
@@ -77,9 +80,7 @@ def short(text: str, most: int) -> str:
 
 def invalid(field: str, message: str) -> ApiProblem:
     """A 400 that names one field."""
-    return ApiProblem(
-        400, "Invalid request", f"{field}: {message}", [FieldError(field=field, message=message)]
-    )
+    return ApiProblem(400, "Invalid request", errors=[FieldError(field=field, message=message)])
 
 
 def absent(rollout_id: str) -> ApiProblem:
@@ -91,7 +92,7 @@ def absent(rollout_id: str) -> ApiProblem:
 def refuse(errors: Iterable[FieldError], status: int = 400, title: str = "Invalid request") -> None:
     """Raise a problem that names the fields, if there are any; as many are looked for as are shown."""
     if shown := list(islice(errors, MAX_ERRORS)):
-        raise ApiProblem(status, title, f"{shown[0].field}: {shown[0].message}", shown)
+        raise ApiProblem(status, title, errors=shown)
 
 
 def over_quota(error: QuotaExceeded) -> ApiProblem:
@@ -111,8 +112,7 @@ def from_validation(error: ValidationError, prefix: str = "") -> ApiProblem:
         )
         for item in error.errors(include_url=False, include_context=False, include_input=False)
     ]
-    first = errors[0]
-    return ApiProblem(400, "Invalid request", f"{first.field}: {first.message}", errors)
+    return ApiProblem(400, "Invalid request", errors=errors)
 
 
 def respond(problem: Problem, headers: Mapping[str, str] | None = None) -> Response:

@@ -65,8 +65,7 @@ def begin(
         known = gate.jobs.claim(job, rollout_id, body, request.limits.deadline_s)
         if known.body != body:
             message = "this id is in use for a job with another body; choose another id"
-            field = FieldError(field="job_id", message=message)
-            raise ApiProblem(409, "Id in use", f"job_id: {message}", [field])
+            raise ApiProblem(409, "Id in use", errors=[FieldError(field="job_id", message=message)])
         rollout_id, ended = known.rollout_id, known.ended
     before(rollout_id)
     try:

@@ -107,7 +107,7 @@ def as_instance_problem(problem: ApiProblem, where: str = "instance") -> ApiProb
     """A refusal that speaks of the instance, where the caller knows of no task."""
     body = problem.problem
     errors = [FieldError(field=_renamed(error.field, where), message=error.message) for error in body.errors]
-    detail = f"{errors[0].field}: {errors[0].message}" if errors else body.detail
+    detail = "" if errors else body.detail
     return ApiProblem(body.status, body.title, detail, errors, headers=problem.headers)
 
 
