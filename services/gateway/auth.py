@@ -71,19 +71,16 @@ class Guard:
             return cached[1]
         access = self._store.access(cached[1] if cached else None)
         if cached is None or cached[1].configured != access.configured:
-            self._say(access)
+            if access.configured:
+                log.info("calls need an API key", keys=len(access.keys))
+            else:
+                log.warning(f"no API key is configured, so every call is refused: {MAKE_KEY}")
         self._cached = (asked, access)
         return access
 
     def forget(self) -> None:
         """Read them anew at the next call."""
         self._cached = None
-
-    def _say(self, access: Access) -> None:
-        if access.configured:
-            log.info("calls need an API key", keys=len(access.keys))
-        else:
-            log.warning(f"no API key is configured, so every call is refused: {MAKE_KEY}")
 
     def identify(self, scopes: Sequence[str], text: str | None = None) -> Caller:
         """The caller of the request under way.

@@ -98,18 +98,16 @@ def finish(call: Call, *, replay_s: float) -> tuple[Rollout, bool]:
 
     ended = partial(gate.rollouts.ended, call.rollout_id, call.tenant)
     try:
-        over = gate.waiting.wait(ended, call.deadline_s + PATIENCE_S, Interest(rollout_id=call.rollout_id))
+        interest = Interest(rollout_id=call.rollout_id)
+        if not gate.waiting.wait(ended, call.deadline_s + PATIENCE_S, interest):
+            what = "the rollout goes on; send the same id again"
+            if call.job is None:
+                what = "the rollout is cancelled, because without an id nobody can ask for it; send it again"
+            raise ApiProblem(503, "Gateway stops", what, retry_after_s=STOPS_RETRY_S)
     except (ApiProblem, redis.RedisError):
         if call.job is None:
             abandon(gate, call)
         raise
-    if not over:
-        if call.job is None:
-            abandon(gate, call)
-            what = "the rollout is cancelled, because without an id nobody can ask for it; send it again"
-        else:
-            what = "the rollout goes on; send the same id again"
-        raise ApiProblem(503, "Gateway stops", what, retry_after_s=STOPS_RETRY_S)
     rollout = gate.rollouts.get(call.rollout_id, tenant=call.tenant)
     if rollout is None:
         raise ApiProblem(404, "No such rollout", f"rollout {call.rollout_id!r} is past its retention")

@@ -9,14 +9,7 @@ from typing import Annotated, Any
 import redis
 from flask import Blueprint, Response, jsonify
 from kombu.exceptions import OperationalError
-from pydantic import (
-    AfterValidator,
-    Field,
-    ModelWrapValidatorHandler,
-    PrivateAttr,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from rollout.datasets import user_text
 from rollout.schema import HandlerInfo, RolloutRequest, SamplingParams
@@ -59,7 +52,7 @@ class CreateParams(Open):
     temperature: float | None = None
     top_p: float | None = None
     max_output_tokens: int | None = None
-    _as_it_came: Any = PrivateAttr(default=None)
+    _as_it_came: Any = None
 
     @model_validator(mode="wrap")
     @classmethod

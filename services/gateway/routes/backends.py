@@ -81,15 +81,13 @@ def drain(backend_id: str, body: DrainRequest = DRAIN) -> Backend:
 @operation(409, answers={204: None}, scope=Scope.OPERATE)
 def remove(backend_id: str, force: Force) -> Response:
     """Forget an LLM backend; its rollouts move at their next call."""
-    if force == "false":
-        backend = _existing(backend_id)
-        if backend.live_rollouts:
-            raise ApiProblem(
-                409,
-                "Backend in use",
-                f"backend {backend_id!r} has {backend.live_rollouts} live rollouts: drain it and wait, or "
-                "send force=true to move them",
-            )
+    if force == "false" and (live := _existing(backend_id).live_rollouts):
+        raise ApiProblem(
+            409,
+            "Backend in use",
+            f"backend {backend_id!r} has {live} live rollouts: drain it and wait, or send force=true to move "
+            "them",
+        )
     if not gateway().backends.remove(backend_id):
         raise _absent(backend_id)
     return Response(status=204)

@@ -107,10 +107,7 @@ def read(answer: Answer, rollout_id: str, tenant: str | None, include: Include =
 @operation(409, 410, scope=Scope.SUBMIT)
 def agent(rollout_id: str, tenant: Tenant) -> AgentAccess:
     """Where a program that drives the rollout from elsewhere finds the model, and its keys now."""
-    gate = gateway()
-    rollout = gate.rollouts.get(rollout_id, trajectory=False, tenant=tenant)
-    if rollout is None:
-        raise absent(rollout_id)
+    gate, rollout = gateway(), read(Answer(), rollout_id, tenant, "summary")
     if not is_external(rollout.request):
         detail = f"rollout {rollout_id!r} is not driven from elsewhere: it has no agent.harness 'external'"
         raise ApiProblem(409, "Driven here", detail)
@@ -124,11 +121,9 @@ def agent(rollout_id: str, tenant: Tenant) -> AgentAccess:
 @operation()
 def checkpoints(rollout_id: str, tenant: Tenant) -> CheckpointList:
     """The turns of a rollout from which forks can go on."""
-    rollout = gateway().rollouts.get(rollout_id, trajectory=False, tenant=tenant)
-    if rollout is None:
-        raise absent(rollout_id)
+    read(Answer(), rollout_id, tenant, "summary")
     # What carrying out a fork takes besides is not shown: a model gives the fields of its field's type alone.
-    return CheckpointList(checkpoints=gateway().checkpoints.list(rollout.id))
+    return CheckpointList(checkpoints=gateway().checkpoints.list(rollout_id))
 
 
 @blueprint.get("/rollouts")
