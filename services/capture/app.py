@@ -151,7 +151,7 @@ class Routes:
 
         return self.to(dialect, answer)
 
-    def counts(self, dialect: Dialect) -> Handler:
+    def counts(self, dialect: Anthropic | Gemini) -> Handler:
         """A route that counts the tokens of a prompt, of which nothing is entered."""
 
         async def answer(request: web.Request, caller: Caller) -> web.StreamResponse:

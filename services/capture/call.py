@@ -9,14 +9,11 @@ from rollout.trajectory import Message
 from services.capture.history import History
 
 Finish = Literal["stop", "length", "tool_calls"]
-Kind = Literal[
-    "invalid", "unauthorized", "ended", "not_found", "context", "too_large", "busy", "unavailable", "internal"
-]
+Kind = Literal["invalid", "unauthorized", "ended", "context", "too_large", "busy", "unavailable", "internal"]
 STATUS: dict[Kind, int] = {
     "invalid": 400,
     "unauthorized": 401,
     "ended": 410,
-    "not_found": 404,
     "context": 400,
     "too_large": 413,
     "busy": 429,

@@ -32,7 +32,7 @@ from services.capture.dialects.writing import Kind, Stream, arguments, encoded, 
 _ASKED = "temperature top_p top_k stop_sequences thinking tool_choice output_config context_management"
 _BILLING = re.compile(r"^x-anthropic-billing-header:[^\n]*\n?", re.MULTILINE)
 """A line of Claude Code's system text that differs from call to call."""
-_TYPES = {"unauthorized": "authentication_error", "not_found": "not_found_error", "busy": "rate_limit_error"}
+_TYPES = {"unauthorized": "authentication_error", "busy": "rate_limit_error"}
 _TYPES |= {"too_large": "request_too_large", "unavailable": "overloaded_error", "internal": "api_error"}
 _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _SIGNATURE = "cm9sbG91dA=="

@@ -180,14 +180,6 @@ class Dialect(ABC):
         """The JSON of an error; its status is `refusal.status`."""
         return encoded(self.stream.error(refusal))
 
-    def count(self, tokens: int) -> bytes:
-        """The JSON that tells the number of tokens of a prompt.
-
-        Raises:
-            Refusal: `not_found`: this dialect does not count.
-        """
-        raise Refusal("not_found", f"{self.name} has no route that counts tokens")
-
     @abstractmethod
     def _read(self, fields: Fields) -> ModelCall: ...
 

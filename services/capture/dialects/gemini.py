@@ -31,7 +31,7 @@ _ASKED = (
     "temperature topP topK seed stopSequences presencePenalty frequencyPenalty thinkingConfig "
     "responseMimeType responseSchema responseJsonSchema"
 )
-_STATUS = {"unauthorized": "UNAUTHENTICATED", "not_found": "NOT_FOUND", "ended": "FAILED_PRECONDITION"}
+_STATUS = {"unauthorized": "UNAUTHENTICATED", "ended": "FAILED_PRECONDITION"}
 _STATUS |= {"busy": "RESOURCE_EXHAUSTED", "unavailable": "UNAVAILABLE", "internal": "INTERNAL"}
 _COUNTS = {"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"}
 """Of a schema; Google writes these numbers as texts."""

@@ -13,7 +13,7 @@ from rollout.trajectory import ToolCall
 from services.capture.call import Answer, ModelCall, Refusal
 
 _CODES = {"unauthorized": "invalid_api_key", "context": "context_length_exceeded", "ended": "session_ended"}
-_CODES |= {"busy": "rate_limit_exceeded", "not_found": "not_found", "too_large": "request_too_large"}
+_CODES |= {"busy": "rate_limit_exceeded", "too_large": "request_too_large"}
 _TYPES = {"busy": "rate_limit_error", "unavailable": "server_error", "internal": "server_error"}
 """Codes and types of errors of OpenAI's two APIs."""
 Kind = Literal["reasoning", "text"]

@@ -145,7 +145,6 @@ def test_cut_answer_says_max_tokens(toy, client):
         (Refusal("invalid", "no"), "BadRequestError", "invalid_request_error"),
         (Refusal("unauthorized", "no"), "AuthenticationError", "authentication_error"),
         (Refusal("ended", "no"), "APIStatusError", "invalid_request_error"),
-        (Refusal("not_found", "no"), "NotFoundError", "not_found_error"),
         (Refusal("too_large", "no"), "APIStatusError", "request_too_large"),
         (Refusal("busy", "no"), "RateLimitError", "rate_limit_error"),
         (Refusal("unavailable", "no"), "InternalServerError", "overloaded_error"),

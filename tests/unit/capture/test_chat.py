@@ -110,7 +110,6 @@ def test_cut_answer_says_length(toy, client):
     [
         (Refusal("invalid", "no"), "BadRequestError", None),
         (Refusal("unauthorized", "no"), "AuthenticationError", "invalid_api_key"),
-        (Refusal("not_found", "no"), "NotFoundError", "not_found"),
         (Refusal("busy", "no"), "RateLimitError", "rate_limit_exceeded"),
         (Refusal("ended", "no"), "APIStatusError", "session_ended"),
         (Refusal("unavailable", "no"), "InternalServerError", None),

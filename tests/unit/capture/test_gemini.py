@@ -139,7 +139,6 @@ def test_cut_answer_says_max_tokens(toy, client):
         (Refusal("invalid", "no"), "ClientError", "INVALID_ARGUMENT"),
         (Refusal("unauthorized", "no"), "ClientError", "UNAUTHENTICATED"),
         (Refusal("ended", "no"), "ClientError", "FAILED_PRECONDITION"),
-        (Refusal("not_found", "no"), "ClientError", "NOT_FOUND"),
         (Refusal("busy", "no"), "ClientError", "RESOURCE_EXHAUSTED"),
         (Refusal("unavailable", "no"), "ServerError", "UNAVAILABLE"),
         (Refusal("internal", "no"), "ServerError", "INTERNAL"),
