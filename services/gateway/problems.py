@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from itertools import islice
 
@@ -25,13 +26,8 @@ MAX_ERRORS = 20
 MAX_FIELD, MAX_MESSAGE, MAX_DETAIL = 200, 500, 1000
 """Characters of an error: a message may hold the value at fault, and that may be 5 MB."""
 RETRY_AFTER_S = 2
-MODEL_PATHS = frozenset(
-    f"{prefix}/{path}"
-    for prefix in ("", "/v1")
-    for path in (
-        *("chat/completions", "completions", "embeddings", "models", "messages", "messages/count_tokens"),
-        *("complete", "moderations", "responses"),
-    )
+MODEL_PATH = re.compile(
+    r"(/v1)?/((chat/)?completions|complete|embeddings|models|messages(/count_tokens)?|moderations|responses)"
 )
 """What the SDKs of OpenAI and Anthropic call."""
 MODEL_HINT = (
@@ -144,7 +140,7 @@ def register(app: Flask) -> None:
     def _http(error: HTTPException) -> Response:
         status = error.code or 500
         detail = error.description or ""
-        if status in (404, 405) and request.path in MODEL_PATHS:
+        if status in (404, 405) and MODEL_PATH.fullmatch(request.path):
             detail = f"{detail} {MODEL_HINT}"
         if status == 413:
             detail = f"the body is larger than {app.config['MAX_CONTENT_LENGTH']} bytes; send several calls"
