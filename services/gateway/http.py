@@ -97,7 +97,6 @@ class Operation:
     """Looks at a body before it is made a model."""
     empty: Any
     """What no body stands for; None = there must be one."""
-    status: int
     answers: Mapping[int, Schema]
     media: str
     arrays: bool
@@ -182,7 +181,6 @@ def operation(
             body=() if body is None else get_args(body) or (body,),
             prepare=prepare,
             empty={} if default is not None and default.default is not inspect.Parameter.empty else None,
-            status=status,
             answers=answers or {status: model},
             media=media,
             arrays=arrays,

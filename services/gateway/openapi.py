@@ -70,15 +70,11 @@ def _described(rule: str, declared: Operation, *, public: bool) -> dict[str, Any
     operation: dict[str, Any] = {"summary": declared.summary}
     if parameters:
         operation["parameters"] = parameters
-    if declared.takes:
+    if declared.takes or declared.body:
         problems |= {400, 413, 415}
-        body = {**STRING, "format": "binary"}
-        operation["requestBody"] = {"required": True, "content": {declared.takes: {"schema": body}}}
-    if declared.body:
-        problems |= {400, 413, 415}
-        schemas = [_schema(model) for model in declared.body]
+        schemas = [_schema(model) for model in declared.body] or [{**STRING, "format": "binary"}]
         schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-        content = {JSON: {"schema": schema}}
+        content = {declared.takes or JSON: {"schema": schema}}
         operation["requestBody"] = {"required": declared.empty is None, "content": content}
     responses = operation["responses"] = {
         str(status): _answer(_PROBLEMS[status], _schema(Problem), "application/problem+json")
