@@ -19,14 +19,10 @@ RESULT = {
     "type": "object",
     "required": ["success", "filter", "resolved", "reward", "messages", "tools", "critical_error", "timing"],
     "properties": {
-        "success": {"type": "boolean"},
-        "filter": {"type": "boolean"},
-        "resolved": {"type": "boolean"},
+        **{name: {"type": "boolean"} for name in ("success", "filter", "resolved", "replayed")},
+        **{name: {"type": "array", "items": {"type": "object"}} for name in ("messages", "tools")},
         "reward": {"type": ["number", "null"]},
         "score": {"type": "number"},
-        "messages": {"type": "array", "items": {"type": "object"}},
-        "replayed": {"type": "boolean"},
-        "tools": {"type": "array", "items": {"type": "object"}},
         "timing": {"type": "object"},
     },
 }
