@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
@@ -338,6 +338,11 @@ def _by(sums: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     return values
 
 
+def _each(things: Mapping[str, Any], names: Sequence[str], value: Callable[[Any, str], Any]) -> Values:
+    """A value by the label of a thing and by a name."""
+    return {(label, name): value(thing, name) for label, thing in things.items() for name in names}
+
+
 class Scrape:
     """One look at the service: what each metric of the table reads."""
 
@@ -353,11 +358,18 @@ class Scrape:
         self._updates = {name: gate.policy.totals(name) for name in sorted(gate.policy.names())}
         self._histograms = gate.observations.histograms()
         self._ages = gate.observations.ages()
-        self._backends = gate.backends.list()
-        self._waits = waits(gate.redis)
-        self._workers = gate.fleet.workers()
-        self._admissions = gate.fleet.admissions()
-        self._hosts = gate.fleet.nodes()
+        self._admissions, self._hosts = gate.fleet.admissions(), gate.fleet.nodes()
+        workers, backends = gate.fleet.workers(), gate.backends.list()
+        self._fields: dict[str, Mapping[Any, Any]] = {
+            # One series a process; `stages` has several, joined by `+`, where one serves several.
+            "worker": {(each.name, each.node, "+".join(each.stages)): each for each in workers},
+            "node": self._admissions,
+            # What rollouts reserve on an LLM server, and what it said of itself at the last probe.
+            "backend": {backend.id: backend for backend in backends},
+            "probe": {backend.id: backend.stats for backend in backends},
+            "wait": waits(gate.redis),
+        }
+        """What has values as fields, by source and by labels."""
         self._tenants = gate.tenants.usage()
         self._autoscaler = AutoscaleStore(gate.redis)
         self._decision = self._autoscaler.get() or {}
@@ -378,7 +390,10 @@ class Scrape:
             yield from row.read(self)
 
     def read(self, source: str, argument: str) -> Value | Values:
-        """A sum by its name, several by `prefix_*`, or what the method of that name makes of the argument."""
+        """A sum by its name, several by `prefix_*`, a field of each of several things, or what the method of
+        that name makes of the argument."""
+        if source in self._fields:
+            return {labels: its and getattr(its, argument) for labels, its in self._fields[source].items()}
         if source not in self._sums:
             return getattr(self, source)(*filter(None, [argument]))
         sums = self._sums[source]
@@ -401,45 +416,20 @@ class Scrape:
     def age(self, field: str) -> Value | Values:
         return getattr(self._ages, field)
 
-    def wait(self, field: str) -> Values:
-        return {names: getattr(its, field) for names, its in self._waits.items()}
-
     # -- workers and nodes -------------------------------------------------------------------
 
-    def worker(self, field: str) -> Values:
-        """One series a process; `stages` has several, joined by `+`, where one serves several."""
-        return {
-            (worker.name, worker.node, "+".join(worker.stages)): getattr(worker, field)
-            for worker in self._workers
-        }
-
-    def node(self, field: str) -> Values:
-        return {node: getattr(admission, field) for node, admission in self._admissions.items()}
-
     def free(self) -> Values:
-        return {
-            (node, resource): getattr(admission, f"free_{resource}")
-            for node, admission in self._admissions.items()
-            for resource in STOP_REASONS
-        }
+        return _each(self._admissions, STOP_REASONS, lambda its, reason: getattr(its, f"free_{reason}"))
 
     def stopped(self) -> Values:
-        return {
-            (node, reason): reason in admission.stopped
-            for node, admission in self._admissions.items()
-            for reason in STOP_REASONS
-        }
+        return _each(self._admissions, STOP_REASONS, lambda its, reason: reason in its.stopped)
 
     def ahead(self) -> Values:
         _, without_sandbox = self._gate.rollouts.ahead("")
-        return {**self.node("ahead"), "-": without_sandbox}
+        return {node: its.ahead for node, its in self._admissions.items()} | {"-": without_sandbox}
 
     def sandboxes(self) -> Values:
-        return {
-            (node, state): host.get(state, 0)
-            for node, host in self._hosts.items()
-            for state in SANDBOX_STATES
-        }
+        return _each(self._hosts, SANDBOX_STATES, lambda host, state: host.get(state, 0))
 
     def sandbox_events(self) -> Values:
         values: dict[tuple[str, str], float] = {}
@@ -459,11 +449,8 @@ class Scrape:
         return {(stage, why): float(load.get(name, 0)) for stage, load in loads for why, name in reasons}
 
     def autoscale_nodes(self) -> Values:
-        return {
-            (kind, name): nodes[name]
-            for kind, nodes in self._decision.get("nodes", {}).items()
-            for name in ("up", "coming", "target")
-        }
+        kinds = self._decision.get("nodes", {})
+        return _each(kinds, ("up", "coming", "target"), lambda nodes, state: nodes[state])
 
     # -- tenants, backends, this gateway, Redis ----------------------------------------------
 
@@ -474,16 +461,9 @@ class Scrape:
             for usage in self._tenants
         }
 
-    def backend(self, field: str) -> Values:
-        """What rollouts reserve on an LLM server."""
-        return {backend.id: getattr(backend, field) for backend in self._backends}
-
-    def probe(self, field: str) -> Values:
-        """What it said of itself at the last probe."""
-        return {backend.id: getattr(backend.stats, field, None) for backend in self._backends}
-
     def probe_age(self) -> Values:
-        return {name: at and max(0.0, time.time() - at) for name, at in self.probe("at").items()}
+        probes = self._fields["probe"].items()
+        return {name: stats and max(0.0, time.time() - stats.at) for name, stats in probes}
 
     def updates(self) -> Values:
         ended = {policy: _by(sums, "n").items() for policy, sums in self._updates.items()}
