@@ -142,7 +142,6 @@ def timed(nodes: Sequence[Node]) -> list[CallRecord]:
 
 
 def _parameters(nodes: Sequence[Node]) -> list[Asked]:
-    """What was asked of sampling, and in how many calls."""
     sets: dict[str, Asked] = {}
     for node in nodes:
         name = json.dumps(node.asked, sort_keys=True)
@@ -271,5 +270,4 @@ class _Labels:
 
 
 def _single(text: str) -> str:
-    """With single spaces."""
     return " ".join(text.split())

@@ -216,7 +216,6 @@ class Service:
         return answer
 
     async def _send(self, call: Callable[..., Call], caller: Caller, *args: Any, **more: Any) -> Any:
-        """Ask Redis something of the store's for a caller."""
         return await self._placements.send(call(*caller, *args, **more))
 
     def _task(self, work: Awaitable[Any]) -> asyncio.Task[Any]:
@@ -283,7 +282,6 @@ class Service:
         return turn
 
     async def _replay(self, caller: Caller, call_id: str, place: int) -> Turn:
-        """A turn that was answered before."""
         tree = (await self._looked_up(caller)).tree
         if len(tree.nodes) <= place or tree.nodes[place].call_id != call_id:
             # Redis lost turns, and what is here is not what is there.
@@ -510,7 +508,6 @@ def _bytes(known: Known) -> int:
 
 
 def _answer(node: Node, turn: Turn) -> Answer:
-    """A written turn as an answer."""
     message = Message.model_validate_json(node.message)
     finish = "length" if node.finish_reason == "length" else "tool_calls" if message.tool_calls else "stop"
     sampled = len(node.sampled) // 4

@@ -26,13 +26,9 @@ LEVEL = 1
 
 
 class Answer:
-    """The answer to the request under way, in the form that it asks for."""
+    """The answer to the request under way, in the form that it asks for; with `msgpack` in that one."""
 
     def __init__(self, *, msgpack: bool = False) -> None:
-        """
-        Args:
-            msgpack: Whether it has that form, whatever the request asks for.
-        """
         # The first one where the reader has no wish, or accepts both alike.
         wish = request.accept_mimetypes.best_match([JSON, wire.MEDIA_TYPE])
         self._msgpack = msgpack or wish == wire.MEDIA_TYPE

@@ -189,7 +189,6 @@ def _working(access: Access, text: str, expected: str) -> ApiKey:
 
 
 def _check_state(key: ApiKey) -> None:
-    """Refuse a key that works no longer."""
     state = key.state(time.time())
     if state not in WORKING:
         by = f" and was replaced by {key.replaced_by}" if key.replaced_by else ""

@@ -102,7 +102,6 @@ class Stream(ABC):
         return out + self._piece(kind, text)
 
     def _sent(self, kind: Kind) -> str:
-        """What of a kind was sent."""
         return "".join(self._pieces[kind])
 
     def _stop(self) -> bytes:

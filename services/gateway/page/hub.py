@@ -320,5 +320,4 @@ class Hub:
 
 
 def _names(viewer: Viewer) -> set[str]:
-    """Rollouts that it looks at."""
     return viewer.ids | ({viewer.rollout} - {None})

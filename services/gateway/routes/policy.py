@@ -96,7 +96,6 @@ def get(name: str, update_id: str, wait: Wait) -> PolicyUpdate:
 
 
 def _known(name: str) -> str:
-    """A policy's name, if there is one of it."""
     if name != DEFAULT_POLICY and name not in (names := gateway().policy.names()):
         detail = f"there is no policy {name!r}; there are: {', '.join(sorted(names))}"
         raise ApiProblem(404, "No such policy", detail)
