@@ -35,9 +35,7 @@ class Refusal(Exception):
         tokens: int = 0,
         most_tokens: int = 0,
     ) -> None:
-        """Args:
-        tokens, most_tokens: Of a prompt that is too long, and what there is room for: dialects tell both.
-        """
+        """`tokens`, `most_tokens`: of a prompt that is too long, and what there is room for, for dialects."""
         super().__init__(message)
         self.kind: Kind = kind
         self.status = STATUS[kind]

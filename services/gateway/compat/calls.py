@@ -95,7 +95,6 @@ def finish(call: Call, *, replay_s: float) -> tuple[Rollout, bool]:
     gate = gateway()
     if call.job is None:
         waiter().on_hangup = lambda: abandon(gate, call)
-
     ended = partial(gate.rollouts.ended, call.rollout_id, call.tenant)
     try:
         interest = Interest(rollout_id=call.rollout_id)

@@ -111,9 +111,8 @@ def _events(
         yield ": results\n\n"
         if gate.result_stream.missed(cursor):
             yield "event: missed\ndata: {}\n\n"
-        if mine.parks:
-            # A stream is sent from the few threads that go on with what was parked, however much there is.
-            yield from mine.pauses(0.0)
+        # A stream is sent from the few threads that go on with what was parked, however much there is.
+        yield from mine.pauses(0.0)
         while not mine.over:
             try:
                 if not look():
