@@ -305,13 +305,12 @@ def _digest(dialect: Dialect, request: web.Request, body: bytes) -> bytes:
 
 
 def _entered(answer: dict[str, Any]) -> web.Response:
-    match answer["word"]:
-        case "ok" | "again" as word:
-            return web.json_response({"accepted": word == "ok"})
-        case "forbidden":
-            raise Refusal("unauthorized", "only the harness `external` posts a reward")
-        case word:
-            raise not_open(word)
+    word = answer["word"]
+    if word == "forbidden":
+        raise Refusal("unauthorized", "only the harness `external` posts a reward")
+    if word not in ("ok", "again"):
+        raise not_open(word)
+    return web.json_response({"accepted": word == "ok"})
 
 
 def _json(body: bytes, **more: Any) -> web.Response:
