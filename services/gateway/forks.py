@@ -89,7 +89,8 @@ class _Resolver:
         def refused(
             name: str, message: str, status: int = 409, title: str = "Cannot be forked"
         ) -> ApiProblem:
-            return ApiProblem(status, title, errors=[FieldError(field=f"{prefix}{name}", message=message)])
+            field = FieldError(field=f"{prefix}{name}", message=message)
+            return ApiProblem(status, title, f"{field.field}: {message}", [field])
 
         turn = fork.from_.turn
         if fork.from_.rollout not in self._sources:

@@ -65,7 +65,8 @@ def begin(
         known = gate.jobs.claim(job, rollout_id, body, request.limits.deadline_s)
         if known.body != body:
             message = "this id is in use for a job with another body; choose another id"
-            raise ApiProblem(409, "Id in use", errors=[FieldError(field="job_id", message=message)])
+            field = FieldError(field="job_id", message=message)
+            raise ApiProblem(409, "Id in use", f"job_id: {message}", [field])
         rollout_id, ended = known.rollout_id, known.ended
     before(rollout_id)
     try:
@@ -99,9 +100,9 @@ def finish(call: Call, *, replay_s: float) -> tuple[Rollout, bool]:
     try:
         interest = Interest(rollout_id=call.rollout_id)
         if not gate.waiting.wait(ended, call.deadline_s + PATIENCE_S, interest):
-            what = "the rollout goes on; send the same id again"
-            if call.job is None:
-                what = "the rollout is cancelled, because without an id nobody can ask for it; send it again"
+            what = "the rollout is cancelled, because without an id nobody can ask for it; send it again"
+            if call.job is not None:
+                what = "the rollout goes on; send the same id again"
             raise ApiProblem(503, "Gateway stops", what, retry_after_s=STOPS_RETRY_S)
     except (ApiProblem, redis.RedisError):
         if call.job is None:
