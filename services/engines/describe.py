@@ -166,8 +166,10 @@ class _Server:
             if not asked[policy]:
                 raise DescribeError("model", message)
             if not self._loads_adapters():
-                how = "vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 has updates load it"
-                raise DescribeError("policies", f"{message}; {how}")
+                message += (
+                    "; vLLM with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 has updates load it"
+                )
+                raise DescribeError("policies", message)
             when = f"the first update of policy {policy!r} does it"
             absent[policy] = f"adapter {model!r} is not loaded yet: {when}"
         return policies, absent
