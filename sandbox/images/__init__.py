@@ -5,7 +5,9 @@ faster than a SIF (no FUSE mounts), and its pages are shared between sandboxes. 
 the sandboxes uses; `build` and `inspection` serve the command line.
 """
 
-from sandbox.images.environment import image_config
+from sandbox.images.environment import ImageConfig, image_config
+from sandbox.images.locks import Lease
+from sandbox.images.squashfs import squashfs_offset
 from sandbox.images.store import ImageStore
 
-__all__ = ["ImageStore", "image_config"]
+__all__ = ["ImageConfig", "ImageStore", "Lease", "image_config", "squashfs_offset"]

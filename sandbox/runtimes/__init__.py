@@ -10,11 +10,11 @@ from pathlib import Path
 from sandbox import paths
 from sandbox.errors import RuntimeUnavailable
 from sandbox.runtimes.apptainer import Apptainer
-from sandbox.runtimes.base import Launch, Runtime
+from sandbox.runtimes.base import Launch, Places, Runtime
 from sandbox.runtimes.bubblewrap import Bubblewrap
 from sandbox.runtimes.local_unsafe import LocalUnsafe
 
-__all__ = ["AUTO", "RUNTIMES", "Launch", "Runtime", "select_runtime"]
+__all__ = ["AUTO", "RUNTIMES", "Launch", "Places", "Runtime", "select_runtime"]
 
 log = logging.getLogger(__name__)
 
