@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from rollout.arrays import unpack_ids
 from rollout.trajectory import Message
 from services.capture.call import ModelCall
-from services.capture.matching import onward, paths
+from services.capture.matching import after, onward, paths
 from services.state.capture.nodes import ROOT, Node
 from services.state.turns.entries import from_json
 
@@ -80,7 +80,7 @@ class Tree:
         places = self._at.get(digests[end]) if 0 < end < len(messages) else None
         parent = self._nearest(places, messages[end - 1]) if places else ROOT
         tail = messages[end:] if places else list(messages)
-        earlier = sum(self.asked(place) == digests[-1] for place in self.children(parent))
+        earlier = sum(self._answers(place, digests[-1]) for place in self.children(parent))
         return Attachment(parent, tail, digests[-1], earlier)
 
     def _nearest(self, places: list[int], turn: Message) -> int:
@@ -107,6 +107,15 @@ class Tree:
                 digests = list(onward(parent.path, messages, answer_of(parent)))
             self._asked[place] = digests[-1]
         return self._asked[place]
+
+    def _answers(self, place: int, path: bytes) -> bool:
+        """Whether a node answers the request of a digest. How that named its parent's calls, which a program
+        may name and order anew, is not kept: the node's own digest tells of it.
+        """
+        node = self.nodes[place]
+        return self.asked(place) == path or (
+            node.parent != ROOT and after(path, answer_of(node)) == node.path
+        )
 
     def lineage(self, place: int) -> list[int]:
         """Places from the root to a node, itself included."""

@@ -29,6 +29,7 @@ from services.state.together import Together
 from services.version import STAMP
 
 _KEY = re.compile(r"\bKEY\.(\w+)(?:\(((?:[^()]|\([^()]*\))*)\))?")
+_COMMA = re.compile(r", (?![^()]*\))")  # not one within a call
 _NEEDS = re.compile(r"-- needs: (.*)\n")
 _COMMENT = re.compile(r"^\s*--.*\n", re.MULTILINE)
 _BEGINS = re.compile(r"^(?=\w)(?!end\b)", re.MULTILINE)
@@ -94,11 +95,11 @@ def _gather(name: str, files: dict[str, str]) -> None:
 
 
 def _spelled(spoken: re.Match[str]) -> str:
-    """A key in Lua, its places filled with values or calls of one argument."""
+    """A key in Lua, its places filled with values or calls."""
     key = getattr(keys, spoken[1])
     if isinstance(key, str):
         return _literal(key)
-    parts = key(*(f"\0{place}\0" for place in spoken[2].split(", "))).split("\0")
+    parts = key(*(f"\0{place}\0" for place in _COMMA.split(spoken[2]))).split("\0")
     spelled = (part if at % 2 else _literal(part) for at, part in enumerate(parts) if part)
     return f"({' .. '.join(spelled)})"
 

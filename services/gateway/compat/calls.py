@@ -21,7 +21,7 @@ from services.gateway.context import Gateway, gateway
 from services.gateway.problems import ApiProblem, over_quota
 from services.gateway.tasks import check_submission
 from services.gateway.waiting import Interest, waiter
-from services.state.jobs import digest_of
+from services.state.jobs import JobStore, digest_of
 from services.state.tenants import QuotaExceeded
 
 log = structlog.get_logger("gateway")
@@ -139,3 +139,8 @@ def handlers() -> dict[str, HandlerInfo]:
     """Handlers that the caller may name: whether there are others is none of its business."""
     may_use = caller().tenant.may_use
     return {name: info for name, info in gateway().tasks.handlers().items() if may_use("handlers", name)}
+
+
+def key_of(api: str, *parts: str) -> str:
+    """The key in Redis of a job of the caller's."""
+    return JobStore.key(caller().tenant.name, api, *parts)

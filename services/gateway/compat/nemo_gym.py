@@ -15,7 +15,6 @@ from rollout.datasets import user_text
 from rollout.schema import HandlerInfo, RolloutRequest, SamplingParams
 from rollout.schema.base import MAX_INT53
 from services.engines.address import root
-from services.gateway.auth import caller
 from services.gateway.compat import calls, rows
 from services.gateway.compat import nemo_gym_answers as answers
 from services.gateway.compat.rows import HANDLERS, Open
@@ -25,7 +24,7 @@ from services.gateway.problems import ApiProblem, from_validation, invalid
 from services.gateway.waiting import waiter
 from services.settings import Settings
 from services.state.api_keys import Scope
-from services.state.jobs import REPLAY_S, JobStore, digest_of
+from services.state.jobs import REPLAY_S, digest_of
 
 blueprint = Blueprint("nemo_gym", __name__)
 
@@ -220,7 +219,7 @@ def _begin(row: RunRequest) -> calls.Call | ApiProblem:
             _check_policy(row.policy_base_url)
         name = row.name
         # Another row under the same indices is another rollout: they are unique within a collection only.
-        job = name and JobStore.key(caller().tenant.name, API, name, digest_of(request.model_dump_json()))
+        job = name and calls.key_of(API, name, digest_of(request.model_dump_json()))
         return calls.begin(request, job)
     except ApiProblem as problem:
         return rows.as_instance_problem(problem, "(row)")

@@ -26,7 +26,7 @@ from services.gateway.routes.backends import register
 from services.gateway.waiting import waiter
 from services.settings import Settings
 from services.state.api_keys import Scope
-from services.state.jobs import REPLAY_S, JobStore, digest_of
+from services.state.jobs import REPLAY_S, digest_of
 from services.state.prorl import ProrlStore
 
 log = structlog.get_logger("gateway")
@@ -182,8 +182,8 @@ def _store() -> ProrlStore:
 
 def _job(*names: str | int) -> str:
     """The key in Redis of a job, whose id counts until the next `/stop`."""
-    tenant = caller().tenant.name
-    return JobStore.key(tenant, API, *map(str, (_store().run(tenant).number, *names)))
+    number = _store().run(caller().tenant.name).number
+    return calls.key_of(API, str(number), *map(str, names))
 
 
 def _job_of(body: ProcessRequest) -> str | None:
