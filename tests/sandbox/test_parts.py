@@ -331,6 +331,7 @@ def test_nobody_waits_for_input_while_there_is_some_unread(tmp_path, monkeypatch
             assert session.start("read -r line", module.Capture(1000))
             wait_until(session.waits_for_input, 60, "bash to wait for a line")
             os.kill(session.pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, session.pid, os.WSTOPPED | os.WNOWAIT)  # before that it could still read
             # As seen a moment before: a reader whom a line has woken does not sleep, nor does a stopped one.
             monkeypatch.setattr(proc, "waits_for_terminal", lambda *_: True)
             session.queue(b"a line\n")
