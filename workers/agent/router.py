@@ -66,12 +66,12 @@ class BackendRouter:
     tenant: str = DEFAULT_TENANT
     priority: int = 0
     slot: str = ""
-    accepts: Callable[[Backend], Awaitable[str | None]] | None = None
-    backend: Backend | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    _asked: bool = False
-    _reserved: int = 1
-    _foreign: tuple[str, ...] = ()
+    accepts: Callable[[Backend], Awaitable[str | None]] | None = field(default=None, init=False)
+    backend: Backend | None = field(default=None, init=False)
+    metrics: dict[str, float] = field(default_factory=dict, init=False)
+    _asked: bool = field(default=False, init=False)
+    _reserved: int = field(default=1, init=False)
+    _foreign: tuple[str, ...] = field(default=(), init=False)
     """Backends that cannot take the rollout over."""
 
     async def acquire(self, tokens: int = 1) -> Backend:
