@@ -40,7 +40,7 @@ REMOVING_THREADS = 2
 MOST_ENDING = 16  # beyond, who ends one waits for it: sandboxes must not come faster than they go
 SETUP_TIMEOUT_S = 10.0
 REFILL_AFTER_S = 0.02
-ORPHANS = "sbx-template"  # `NAME` of server/template.py
+CLONES = "sbx-template"  # `NAME` of server/template.py
 FATES_KEPT = 1000
 COUNTS = (
     *("started", "claimed_warm", "cloned", "failed", "released"),
@@ -392,12 +392,12 @@ class Containers:
 
 
 def _reap_again(before: set[int]) -> set[int]:
-    """Wait for orphans of clones and templates that had ended a while ago already, and return those that have
-    by now. By their name: another one's end is for whoever has begun it to hear of.
+    """Wait for clones of which nobody was told, if they had ended a while ago already, and return those that
+    have by now. By their name: another one's end is for whoever has begun it to hear of.
     """
     zombies = {pid for pid in processes.children(os.getpid()) if processes.start_time(pid) is None}
     for pid in zombies & before:
         with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/comm").read_text().strip() == ORPHANS:
+            if Path(f"/proc/{pid}/comm").read_text().strip() == CLONES:
                 os.waitpid(pid, os.WNOHANG)
     return zombies

@@ -5,6 +5,7 @@ layer.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import marshal
 import os
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from sandbox import paths, payload, trees
@@ -104,8 +105,9 @@ class Apptainer(Runtime):
                 shown, user = (launch.state, cache), self.as_user()
                 if not all(map(self._can_show, shown)):
                     return None
-                environment = _environment(launch.make_home_of_template(self.run_as))
-                self._template = Template(self._exec_template(launch, shown), environment, shown, **user)
+                home = launch.make_home_of_template(self.run_as)
+                environment, command = _environment(home), self._exec_template(home, interpreter, shown)
+                self._template = Template(command, environment, shown, launch.payload, interpreter, **user)
             return self._template
 
     def _can_show(self, path: Path) -> bool:
@@ -126,19 +128,22 @@ class Apptainer(Runtime):
         """Uid 0 owns the kernel's switches although it has no capabilities; see paths.sandbox_user."""
         return self.run_as is None and os.geteuid() == 0
 
-    def _exec_template(self, launch: Launch, shown: Sequence[Path]) -> list[str]:
-        """`apptainer exec` of the base image, in no namespace in which clones would end with it."""
-        places, interpreter = self.places(launch), launch.interpreter
-        flags = ["--userns", "--contain", "--no-init", "--no-home", "--cleanenv", "--no-privs"]
-        flags += ["--no-mount", "sys,bind-paths,tmp", "--pwd", "/"]
-        for path in shown:
-            flags += ["--bind", f"{path}:{path}"]
-        flags += ["--bind", f"{launch.payload}:{places.payload}:ro"]
-        flags += ["--bind", f"{interpreter}:{places.interpreter}:ro"]
+    def _exec_template(self, home: Path, interpreter: Path, shown: Sequence[Path]) -> list[str]:
+        """`apptainer exec` of what tells its pid and waits for the template to join it, in no namespace in
+        which clones would end with it. The root is empty but for what is shown: an image's scripts for the
+        environment, and an overlay over it, would make a start longer.
+        """
+        binds = [Bind(path, str(path), read_only=False) for path in shown]
         if PROCESSORS.is_dir():
-            flags += ["--bind", f"{PROCESSORS}:{PROCESSORS}:ro"]
-        command = [*self.python(launch), "-BES", f"{places.payload}/template.py", f"{launch.state}/"]
-        return [str(self.program()), "-q", "exec", *flags, str(interpreter.parent), *command]
+            binds.append(Bind(PROCESSORS, str(PROCESSORS)))
+        root = _directory(home / "root")
+        for place in ("/dev", "/proc", *(bind.target for bind in binds)):
+            functools.reduce(lambda above, name: _directory(above / name), Path(place).parts[1:], root)
+        flags = ["--userns", "--contain", "--no-init", "--no-home", "--cleanenv", "--no-privs"]
+        flags += ["--no-mount", "sys,bind-paths,tmp", "--pwd", "/", "--writable", *_binds(binds)]
+        shell = [*payload.loader(interpreter, str(interpreter)), f"{interpreter}/bin/sh"]
+        hold = [*shell, "-c", "echo $$; read end; exit 0"]
+        return [str(self.program()), "-s", "exec", *flags, str(root), *hold]
 
     def _refuse_links(self, launch: Launch) -> None:
         """Apptainer mounts where they lead: our code in the agent's reach, or what is bound over our code."""
@@ -197,8 +202,7 @@ class Apptainer(Runtime):
         if self.has_cgroups and launch.limits is not None:
             flags += ["--memory", f"{launch.limits.memory_mb}M"]
             flags += ["--pids-limit", str(launch.limits.processes)]
-        for bind in binds:
-            flags += ["--bind", f"{bind.source}:{bind.target}:{'ro' if bind.read_only else 'rw'}"]
+        flags += _binds(binds)
         return [str(self.program()), "-q", "exec", *flags, "--pwd", places.workspace, str(rootfs), *command]
 
     def probe(self, rootfs: Path | None, within: Path | None = None) -> None:
@@ -248,6 +252,19 @@ class Apptainer(Runtime):
     def environment(self, launch: Launch) -> dict[str, str]:
         """With a home of Apptainer's own."""
         return super().environment(launch) | _environment(launch.scratch)
+
+
+def _binds(binds: Iterable[Bind]) -> list[str]:
+    """The same as flags."""
+    pairs = [("--bind", f"{bind.source}:{bind.target}:{'ro' if bind.read_only else 'rw'}") for bind in binds]
+    return list(itertools.chain(*pairs))
+
+
+def _directory(path: Path) -> Path:
+    """Make it if absent, open to others whatever the umask."""
+    path.mkdir(exist_ok=True)
+    path.chmod(0o755)
+    return path
 
 
 def _environment(home: Path) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import select
 import signal
@@ -11,12 +12,11 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from sandbox import processes
+from sandbox import payload, processes
 from sandbox.errors import SandboxStartError
-from sandbox.server import seccomp
 
 ANSWER_S, MOUNT_S = 10.0, 60.0
 """Until a process has been begun, which takes milliseconds, and a tenth of a second where the template starts
@@ -24,11 +24,9 @@ first; and until its image is mounted, from a disk that may be slow.
 """
 TRIES = 2
 END_S = 1.0
-PR_SET_CHILD_SUBREAPER = 36
+FIRST_TREE = 64
+"""From which number on the descriptors are by whose names it goes: a clone uses the first few otherwise."""
 MOST_WORDS = 2000
-_adopters: set[Template] = set()
-"""Those whose container is yet to become a child of this process."""
-_adopters_lock = threading.Lock()
 
 
 class NotMounted(SandboxStartError):
@@ -66,18 +64,27 @@ class Clone:
 
 
 class Template:
-    """The container, started when it is needed and again should it have ended. For any thread."""
+    """The process and its container, started when needed and again should it have ended. For any thread."""
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], shown: Iterable[Path], **as_user
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        shown: Sequence[Path],
+        code: Path,
+        interpreter: Path,
+        **as_user,
     ) -> None:
-        """`command` starts it; `shown`: directories that it shows; `as_user`: arguments of `subprocess`."""
+        """`command` starts the container; `shown`: directories that it shows, the host's first; `code,
+        interpreter`: what the process is made of, below these; `as_user`: arguments of `subprocess`.
+        """
         self.command = list(command)
         self._env, self._as_user = dict(env), as_user
         self.shown = {path: _identity(path) for path in shown}
+        self._state, self._trees = shown[0], (code, interpreter)
         self._lock = threading.Lock()
-        self._starter: subprocess.Popen | None = None
-        """Ends as soon as the template is a child of ours, and has begun its process group."""
+        self._processes: list[subprocess.Popen] = []
+        """What holds the container until it is joined, and the template; each begins a process group."""
         self._connection: socket.socket | None = None
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed with this object)
 
@@ -121,8 +128,6 @@ class Template:
                 os.close(far_out)
                 os.close(far_err)
             clone = Clone(self._pid(ours, connection, err), out, err)
-            if self in _adopters:
-                self._adopt(False)
             self._await_mounts(ours, err)
             return clone, ours
         except BaseException:
@@ -161,9 +166,10 @@ class Template:
 
     def tidy(self) -> None:
         """Let nothing stay of one that has ended."""
-        connection, starter = self._connection, self._starter
-        if starter is not None:
-            starter.poll()
+        with self._lock:  # while it is held, no number becomes another's
+            connection = self._connection
+            for process in self._processes:
+                process.poll()
         if connection is not None and _has_ended(connection):
             self._give_up(connection)
 
@@ -184,25 +190,12 @@ class Template:
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
             self._connection = None
-        if self._starter is not None:
-            group, deadline = self._starter.pid, time.monotonic() + END_S
-            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it has none any more
-                os.waitpid(-group, os.WNOHANG)  # where none of it is ours, the number is another's by now
-                os.killpg(group, signal.SIGKILL)  # what hangs, and what it had begun
-                while time.monotonic() < deadline:
-                    if not os.waitpid(-group, os.WNOHANG)[0]:
-                        time.sleep(0.001)
-            self._starter.poll()
-            self._starter = None
-        self._adopt(False)
-
-    def _adopt(self, does: bool) -> None:
-        """Have orphans become ours, or no longer: all but the container would stay zombies, and who waits for
-        their end would wait for ever.
-        """
-        with _adopters_lock:
-            (_adopters.add if does else _adopters.discard)(self)
-            seccomp.prctl(PR_SET_CHILD_SUBREAPER, bool(_adopters))
+        while self._processes:
+            process = self._processes.pop()
+            if process.poll() is None:  # else the number may be another's by now
+                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, signal.SIGKILL)  # what hangs, and what it had begun
+                    process.wait(END_S)
 
     def _words(self) -> str:
         self._said.seek(0)
@@ -210,22 +203,42 @@ class Template:
 
     def _begin(self) -> None:
         self._end()
-        # What Apptainer has started ends at once, and its child, the template, becomes one of ours.
-        self._adopt(True)
         self._said.seek(0)
         self._said.truncate()
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self._starter = subprocess.Popen(
-                self.command,
-                env=self._env,
-                stdin=theirs,
-                stdout=subprocess.DEVNULL,
-                stderr=self._said,
-                cwd="/",
-                start_new_session=True,
-                **self._as_user,
-            )
+        inside, outside = socket.socketpair()
+        with theirs, inside, outside, contextlib.ExitStack() as stack:
+            self._run(self.command, inside, inside)
+            trees = [_opened(path, stack) for path in self._trees]
+            code, python = map("/proc/self/fd/{}".format, trees)
+            program = [*payload.loader(self._trees[1], python), f"{python}/bin/python3", "-BES"]
+            program += [f"{code}/template.py", f"{self._state}/", *map(str, self._trees)]
+            self._run(program, theirs, outside, pass_fds=trees)
+
+    def _run(self, command: Sequence[str], stdin: socket.socket, stdout: socket.socket, **options) -> None:
+        process = subprocess.Popen(
+            command,
+            env=self._env,
+            stdin=stdin,
+            stdout=stdout,
+            stderr=self._said,
+            cwd="/",
+            start_new_session=True,
+            **self._as_user,
+            **options,
+        )
+        self._processes.append(process)
+
+
+def _opened(path: Path, stack: contextlib.ExitStack) -> int:
+    """A descriptor of a directory, closed at the end of `stack`."""
+    first = os.open(path, os.O_PATH | os.O_DIRECTORY)
+    try:
+        tree = fcntl.fcntl(first, fcntl.F_DUPFD_CLOEXEC, FIRST_TREE)
+    finally:
+        os.close(first)
+    stack.callback(os.close, tree)
+    return tree
 
 
 def _identity(path: Path) -> tuple[int, int]:

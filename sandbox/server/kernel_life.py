@@ -59,7 +59,8 @@ class KernelLife:
         requests_end, self._requests = os.pipe()
         for fd in (self._wake_read, self._wake_write, self._output, self._requests):
             os.set_blocking(fd, False)
-        script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "kernel.py")
+        # Where it lies for others: to us it may be known by a descriptor's name, see `template.py`.
+        script = os.path.join(os.path.dirname(os.path.realpath(__file__)), "kernel.py")
         ipython_dir = os.path.join(directory, "ipython")
         try:
             self._process = subprocess.Popen(

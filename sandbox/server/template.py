@@ -1,17 +1,22 @@
 """A process that has the server imported, of which every sandbox of a node is a clone.
 
-    python3 template.py STATE
+    /proc/self/fd/PYTHON/bin/python3 /proc/self/fd/CODE/template.py STATE PLACES
 
-It runs in a container of Apptainer's that shows the places in which sandboxes and images lie, and holds
+It lives in a container of Apptainer's that shows the places in which sandboxes and images lie, and holds
 nothing of any request: for each sandbox it is handed three descriptors and forks. The child reads what is
 asked for by itself, puts itself into namespaces of its own, and makes there of the image what Apptainer makes
 of it else, before anything of a tenant runs. Then it is the server. In STATE, the host's directory, we have
 one of our own.
 
-Standard input is a socket over which the descriptors come. A clone runs on when it is closed, or the template
-ends. A request is a dict as `marshal` writes it, the first message on a clone's standard input: `lower,
-overlay, points` as in `writable_root.py`, `binds` ((source, target, read-only), …), `config` (see
-`start.py`). The answers are the new process's pid, and `entered` once all is mounted.
+It begins outside, together with Apptainer, which takes longer than all imports, and joins the container when
+that is there. What it is made of goes by the names of two descriptors, which mean in turn the trees outside,
+at their PLACES in the container, and at those of each sandbox: never what an image has by the names outside.
+
+Standard input is a socket over which the descriptors of sandboxes come, standard output one from what holds
+the container until it is joined: its pid. A clone runs on when the first is closed, or the template ends. A
+request is a dict as `marshal` writes it, the first message on a clone's standard input: `lower, overlay,
+points` as in `writable_root.py`, `binds` ((source, target, read-only), …), `config` (see `start.py`). The
+answers are the new process's pid, and `entered` once all is mounted.
 """
 
 import _socket  # its namesake makes enumerations, which takes longer than all of this
@@ -20,15 +25,15 @@ import fcntl
 import gc
 import marshal
 import os
-import select
 import struct
 import sys
 from itertools import accumulate
 
-import seccomp
-import start
-import writable_root
-from writable_root import CLONE_NEWNS, CLONE_NEWUSER, MS_NODEV, MS_NOSUID, libc, require
+sys.path[0] = os.path.dirname(__file__)  # the descriptor's name: Python had followed the link
+import seccomp  # noqa: E402
+import start  # noqa: E402
+import writable_root  # noqa: E402
+from writable_root import CLONE_NEWNS, CLONE_NEWUSER, MS_NODEV, MS_NOSUID, libc, require  # noqa: E402
 
 CLONE = {"x86_64": 56, "aarch64": 220}
 CLONE_PARENT, CLONE_CHILD_CLEARTID, CLONE_CHILD_SETTID = 0x00008000, 0x00200000, 0x01000000
@@ -54,39 +59,33 @@ BENEATH = "beneath"
 """A directory with these, which each image lies on: what it lacks need not be made for each sandbox."""
 MOST_BYTES = 1 << 18
 NAME = "sbx-template"
-"""By which the host knows the orphans that these processes leave it (`containers.py`)."""
+"""By which the host knows clones of which it was not told (`containers.py`)."""
 USER = os.geteuid(), os.getegid()
 locked_libc = ctypes.PyDLL(None, use_errno=True)
 """With Python's lock, which the child then has as well."""
+TREES = [int(os.path.basename(place)) for place in (sys.path[0], sys.prefix)]
+"""Descriptors of our code and of Python, by whose names these go."""
 REST = ("shell", "server", "kernel_life", "editor", "files", "state")
-"""What the server imports later than its shell, for it takes time."""
-REST_AFTER_S = 0.2
-"""The first clone, for which somebody waits, has the processors for half of it; the next ones for less."""
+"""What the server imports later than all of the above, for it takes time."""
 
 
 def main():
-    """Clone for each sandbox, until the socket is closed; what no first clone needs is imported after it."""
-    first = os.getpid()
-    if os.fork():
-        os._exit(0)  # and Apptainer with us: what goes on is the host's child, and so are its clones
+    """Join the container, and clone for each sandbox until the socket is closed."""
     with open("/proc/self/comm", "w") as file:
         file.write(NAME)  # of all clones, too
-    os.umask(0o022)  # of what is made here, and of all clones
-    os.chdir(os.path.join(sys.argv[1], "template"))
-    for point in POINTS:
-        os.makedirs(os.path.join(BENEATH, point), mode=0o755, exist_ok=True)
-    rest, pause = list(REST), REST_AFTER_S
+    for name in REST:
+        __import__(name)
     seccomp.assembled()
-    while os.getppid() == first:  # nobody is answered before, for the host does not adopt for longer
-        select.select([], [], [], 0.001)
+    gc.collect()
+    gc.freeze()  # a clone's collector would write to, and so copy, every page
+    state, *places = sys.argv[1:]
+    home = os.path.join(state, "template")
+    os.umask(0o022)  # of what is made here, and of all clones
+    for point in POINTS:
+        os.makedirs(os.path.join(home, BENEATH, point), mode=0o755, exist_ok=True)
+    join(os.read(1, MOST_BYTES), places)
+    os.chdir(home)
     while True:
-        if rest and not select.select([0], [], [], pause)[0]:
-            pause = 0
-            __import__(rest.pop(0))
-            if not rest:
-                gc.collect()
-                gc.freeze()  # a clone's collector would write to, and so copy, every page
-            continue
         fds = receive()
         if not fds:
             return
@@ -101,7 +100,37 @@ def main():
             report(fds[2], "cannot be cloned: %s" % error)
         for fd in (*fds, known, told):
             os.close(fd)
-        pause /= 2
+
+
+def join(holder, places):
+    """Be in the container in which that process (its pid, as bytes) is, and let it end."""
+    if not holder:
+        raise SystemExit("the container has ended before it could be joined")
+    spaces = [os.open("/proc/%d/ns/%s" % (int(holder), name), os.O_RDONLY) for name in ("user", "mnt")]
+    for space in spaces:
+        require(libc.setns(space, 0), "the container cannot be joined")
+        os.close(space)
+    refer(places)
+    seccomp.prctl(seccomp.PR_SET_NO_NEW_PRIVS, 1)
+    drop_capabilities()
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
+
+
+def refer(places):
+    """Have Python and our code be what is at these places now, and not what was there where we came from."""
+    for fd, place in zip(TREES, places):
+        tree = os.open(place, os.O_PATH | os.O_DIRECTORY)
+        os.dup2(tree, fd, inheritable=False)
+        os.close(tree)
+
+
+def close_from(first):
+    """Close all other descriptors from this one on."""
+    edges = first - 1, *sorted(TREES), os.sysconf("SC_OPEN_MAX")
+    for low, high in zip(edges, edges[1:]):
+        os.closerange(low + 1, high)
 
 
 def receive():
@@ -135,7 +164,7 @@ def be_clone(fds, known):
         os.setsid()  # whoever ends the template's process group is not to end this one
         for target, fd in enumerate((*fds, known)):
             os.dup2(fd, target)
-        os.closerange(len(fds) + 1, os.sysconf("SC_OPEN_MAX"))
+        close_from(len(fds) + 1)
         if os.read(len(fds), 1):  # else it would be nobody's
             host = _socket.socket(fileno=0)
             be_sandbox(marshal.loads(host.recv(MOST_BYTES)), host)
@@ -209,7 +238,8 @@ def enter(request):
     require(libc.syscall(PIVOT_ROOT[os.uname().machine], here, here), "no new root")
     require(libc.umount2(here, MNT_DETACH), "the old root stays")
     os.chdir("/")
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    refer(writable_root.OURS[:2])
+    close_from(3)
 
 
 def has_links(layer, points):

@@ -32,7 +32,8 @@ def processes_of(state: Path) -> list[int]:
                 command = (entry / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if command[-3:-1] == [b"/sbx/template.py", f"{state}/".encode()]:
+            program, directory = [*command[-5:-3], b"", b""][:2]
+            if program.endswith(b"/template.py") and directory == f"{state}/".encode():
                 pids.append(int(entry.name))
     return pids
 
@@ -122,6 +123,14 @@ def ends(process: Clone) -> bool:
     return True
 
 
-def mounts_of(process: Clone) -> list[str]:
-    """Where something is mounted inside."""
-    return [line.split()[4] for line in Path(f"/proc/{process.pid}/mountinfo").read_text().splitlines()]
+def mounts_of(pid: int) -> dict[str, str]:
+    """Where something is mounted inside → the number of what is there."""
+    lines = Path(f"/proc/{pid}/mountinfo").read_text().splitlines()
+    return {line.split()[4]: line.split()[0] for line in lines}
+
+
+def trees_of(pid: int) -> list[str]:
+    """The numbers of the mounts from which it has directories open."""
+    open_files = [path for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_dir()]
+    notes = [Path(f"/proc/{pid}/fdinfo/{path.name}").read_text() for path in open_files]
+    return sorted(note.partition("mnt_id:")[2].split()[0] for note in notes)

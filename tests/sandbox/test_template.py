@@ -23,7 +23,16 @@ from sandbox.spec import SandboxInfo, SandboxSpec
 from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
 from tests.helpers.sandboxes import leftovers
 from tests.helpers.stack import wait_until
-from tests.helpers.templates import CONFIG, END_S, ends, fresh_node, processes_of, template_of
+from tests.helpers.templates import (
+    CONFIG,
+    END_S,
+    ends,
+    fresh_node,
+    mounts_of,
+    processes_of,
+    template_of,
+    trees_of,
+)
 
 pytestmark = pytest.mark.apptainer
 node = pytest.fixture(fresh_node, name="node")
@@ -137,7 +146,7 @@ def test_nothing_runs_before_its_pid_is_known(node):
 
 def test_one_that_is_given_up_ends_none_that_has_begun(node):
     """Although that has only just been forked; and none is signalled that has its number by then."""
-    wait = '    while not os.path.exists("go-on"):\n        select.select([], [], [], 0.01)\n'
+    wait = '    while not os.path.exists("go-on"):\n        __import__("time").sleep(0.01)\n'
     node.change("    writable_root.keep_names(", f"{wait}    writable_root.keep_names(")
     clones: list[tuple[Clone, socket.socket]] = []
     asking = threading.Thread(target=lambda: clones.append(node.clone()))
@@ -181,6 +190,65 @@ def test_only_the_template_and_clones_become_our_children(node):
     assert {process.pid, template_of(node.state)} <= {*children} and orphan not in children
     stdin.close()
     assert ends(process)
+
+
+def status_of(pid: int) -> dict[str, str]:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def test_it_joins_the_container_and_keeps_nothing_of_outside(node):
+    """Apptainer and what it had started end; the template has no capabilities, and no way back."""
+    process, stdin = node.clone()
+    template = template_of(node.state)
+    shown = mounts_of(template)
+    assert {"/", "/dev", "/proc", str(node.state), str(node.rootfs.parent)} <= shown.keys()
+    assert set(trees_of(template)) <= set(shown.values())
+    status = status_of(template)
+    assert {status[f"Cap{kind}"] for kind in ("Inh", "Prm", "Eff", "Bnd", "Amb")} == {"0" * 16}
+    assert status["NoNewPrivs"] == "1"
+    spaces = [Path(f"/proc/{pid}/ns/mnt").readlink() for pid in (os.getpid(), template, process.pid)]
+    assert len(set(spaces)) == 3
+    container, program = node.runtime._template._processes
+    assert program.pid == template
+    wait_until(lambda: container.poll() == 0, END_S, "Apptainer's end")
+    # The clone has the same two trees open, each as it is mounted in its own root.
+    mounts = mounts_of(process.pid)
+    assert trees_of(process.pid) == sorted(mounts[place] for place in ("/sbx", "/sbx-python"))
+    stdin.close()
+    assert ends(process)
+
+
+POISON = """
+for place in $(tr '\\0' '\\n' </proc/1/cmdline | tail -n 2); do
+    for name in . ptyprocess lib/python3.11 lib/python3.11/encodings lib/x86_64-linux-gnu; do
+        mkdir -p $place/$name && cd $place/$name || exit 1
+        for module in hashlib _hashlib archive editor kernel kernel_life idna; do
+            echo 'open("/tmp/poisoned", "w")' >$module.py
+        done
+        echo nonsense >libcrypto.so.3
+    done
+done
+cd; ls -d /tmp/sbx*/payload/*/hashlib.py /var/tmp/*/*/usr/lib/python3.11/hashlib.py
+"""
+
+
+def test_nothing_is_imported_from_where_the_server_had_begun(state):
+    """An agent sees the names on the command line, and may make them its own inside; they lead nowhere."""
+    host = SyncHostClient(state)
+    info = host.start(SPEC)
+    with SyncSandboxClient(info.socket) as client:
+        poisoned = client.bash(POISON)
+        assert poisoned.exit_code == 0 and len(poisoned.output.split()) == 2, poisoned.output
+        client.bash("printf 'one\\ntwo\\n' >/workspace/text")
+        client.editor("str_replace", "/workspace/text", old_str="two", new_str="three")  # imports `hashlib`
+        assert client.ipython("1 + 1").output.strip().endswith("2")
+        assert client.bash("ls /tmp/poisoned; cat /workspace/text").output.split()[-2:] == ["one", "three"]
+        assert client.bash("test -e /tmp/poisoned").exit_code == 1
+    if os.geteuid() == 0:  # else what the server has mapped is closed to us
+        maps = Path(f"/proc/{info.pid}/maps").read_text()
+        assert "/libcrypto.so" in maps and "/_hashlib." in maps
+    host.release(info.id)
 
 
 def test_a_newer_one_is_not_ended_for_the_end_of_an_older_one(node, monkeypatch):
@@ -306,7 +374,7 @@ def test_a_slow_disk_costs_nobody_the_template(node, monkeypatch):
 def test_what_does_not_answer_is_an_error_and_ended(node, monkeypatch):
     node.clone()[1].close()
     node.runtime.close()
-    node.change('            os.write(fds[0], b"%d" % pid)', "            select.select([], [], [])")
+    node.change('            os.write(fds[0], b"%d" % pid)', "            __import__('time').sleep(600)")
     monkeypatch.setattr(template_module, "ANSWER_S", 2.0)
     with pytest.raises(SandboxStartError, match="does not answer"):
         node.clone()
