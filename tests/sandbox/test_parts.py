@@ -134,6 +134,65 @@ def test_frames_survive_the_wire_and_too_large_ones_are_refused():
         assert wire.receive(far_end) is None
 
 
+ANSWER = wire.encode({"ok": True, "result": {}})
+
+
+@pytest.mark.parametrize(
+    ("answers", "gone_at"),
+    [
+        ([ANSWER[:2], ANSWER[2:9], ANSWER[9:], ANSWER], None),
+        ([ANSWER + ANSWER], 0),
+        ([ANSWER + b"x"], 0),
+        ([wire.HEADER.pack(wire.MAX_FRAME_BYTES + 1)], 0),
+        ([ANSWER, ANSWER[:5], b""], 1),
+    ],
+    ids=["in pieces", "two", "more than one", "too large", "hangs up amid one"],
+)
+def test_an_answer_is_one_whole_frame(tmp_path, answers, gone_at):
+    """Whatever else the other side says, the request has no answer, and the line is of no more use."""
+
+    async def answer(reader, writer):
+        for piece in answers:
+            await asyncio.sleep(0.01)
+            writer.write(piece)
+            if not piece:
+                writer.close()
+
+    async def scenario():
+        async with await asyncio.start_unix_server(answer, tmp_path / "s"):
+            line = await connection.Line.open(connection.Address(str(tmp_path / "s")))
+            for number in range(2):
+                reply = await line.round_trip({"op": "ping"}, 60)
+                if number == gone_at:
+                    assert reply is None and await line.round_trip({"op": "ping"}, 60) is None
+                    break
+                assert reply == {"ok": True, "result": {}}
+            line.close()
+
+    asyncio.run(scenario())
+
+
+def test_each_request_has_a_limit_of_its_own(tmp_path):
+    """A shorter one than the request before it, or a longer one, whose clock goes on."""
+
+    async def answer(reader, writer):
+        for pause_s in (0.0, 0.3, 60.0):
+            await connection.receive(reader)
+            await asyncio.sleep(pause_s)
+            writer.write(ANSWER)
+
+    async def scenario():
+        async with await asyncio.start_unix_server(answer, tmp_path / "s"):
+            line = await connection.Line.open(connection.Address(str(tmp_path / "s")))
+            assert await line.round_trip({"op": "ping"}, 0.1)
+            assert await line.round_trip({"op": "ping"}, 60.0)
+            with pytest.raises(errors.SandboxTimeout, match=r"no answer to 'ping' from .* in 0.2 s"):
+                await line.round_trip({"op": "ping"}, 0.2)
+            line.close()
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("name", "argument"), [("bash", "true"), ("send_input", ""), ("exec", ["true"]), ("ipython", "1")]
 )
