@@ -166,11 +166,14 @@ class Session:
                 exited = True
                 break
             self.read_bytes += len(data)
+            before = self.ending
             for kind, value in self._scanner.feed(data):
                 if kind == "output":
                     self._keep(value)
                 elif value[0] == self._number:  # a marker of an older command is dropped
                     self._on_marker(kind, value)
+            if self.ending != before and not exited:
+                break  # what comes after it is for whoever reads next
         if exited:
             self._on_exit()
         return self.ending
