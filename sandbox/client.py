@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from sandbox import connection, journal, transfer
-from sandbox.connection import Address, BlockingConnection, Line
+from sandbox.connection import Address, BlockingConnection
 from sandbox.errors import SandboxRequestError
 from sandbox.journal import Journal
 from sandbox.transfer import FileInfo, Transfer, TreeChanges, TreeEntry
@@ -152,7 +152,7 @@ class SandboxClient:
     def __init__(self, address: str | Address):
         """`address`: `SandboxInfo.socket`."""
         self.address = Address.parse(address)
-        self._line: Line | None = None
+        self._line: connection.Line | None = None
         self._lock = asyncio.Lock()
         self.journal: Journal | None = None
         """What numbers the operations from now on, so that each is carried out once; see :meth:`take`."""
@@ -408,7 +408,7 @@ class SandboxClient:
     async def close(self) -> None:
         """Close the connection; the sandbox lives on."""
         if self._line is not None:
-            self._line.close()
+            self._line.transport.close()
             self._line = None
 
     async def __aenter__(self) -> SandboxClient:
@@ -440,14 +440,12 @@ class SandboxClient:
         numbers = self.journal if op in journal.NUMBERED else None
         reply = None if numbers is None else numbers.recall()
         if reply is None:
+            ask = connection.round_trip if numbers is None else partial(journal.round_trip, numbers)
             async with self._lock:
                 try:
                     if self._line is None:
-                        self._line = await Line.open(self.address)
-                    ask = self._line.round_trip
-                    if numbers is not None:
-                        ask = partial(journal.round_trip, numbers, self._line, self.address)
-                    reply = await ask({"op": op, **fields}, wait_s)
+                        self._line = await connection.connect(self.address)
+                    reply = await ask(self._line, self.address, {"op": op, **fields}, wait_s)
                 finally:
                     if reply is None:  # cancelled, overdue or broken: the next call begins a new connection
                         await self.close()

@@ -16,14 +16,12 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from sandbox import errors, paths
 from sandbox.server import wire
 
 KEY = re.compile(r"(.*)#([0-9a-f]{32})")
-STREAM_BUFFER_BYTES = 1 << 20
 
 T = TypeVar("T")
 
@@ -68,15 +66,43 @@ class Address:
 # ---------------------------------------------------------------------------------- asyncio
 
 
-async def connect(address: str | Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+class Line(asyncio.Protocol):
+    """Carries one request after the other: with streams a short command would take a tenth longer."""
+
+    reply: asyncio.Future[bytearray | None] | None = None
+    """To the request under way; None at the end of the connection."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        if (missing := wire.HEADER.size - len(self._received)) <= 0:
+            size = wire.HEADER.unpack_from(self._received)[0]
+            missing += size
+            if self.reply is None or self.reply.done() or missing < 0 or size > wire.MAX_FRAME_BYTES:
+                self.transport.abort()  # nobody has asked for that
+            elif missing == 0:
+                self.reply.set_result(self._received[wire.HEADER.size :])
+                self._received.clear()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self.reply is not None and not self.reply.done():
+            self.reply.set_result(None)
+
+
+async def connect(address: str | Address) -> Line:
     """Open a Unix socket and show its key. Raises NotListening when nobody is there."""
     address = Address.parse(address)
     try:
-        reader, writer = await asyncio.open_unix_connection(address.path, limit=STREAM_BUFFER_BYTES)
+        _, line = await asyncio.get_running_loop().create_unix_connection(Line, address.path)
     except OSError as error:
         raise NotListening(f"nobody listens on {address}: {error}") from error
-    writer.write(address.greeting())
-    return reader, writer
+    line.transport.write(address.greeting())
+    return line
 
 
 async def send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
@@ -95,82 +121,22 @@ async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
         return None
 
 
-class Line(asyncio.Protocol):
-    """A connection that carries one request after the other. Streams, and a timer for each request, would be
-    much for a short command.
-    """
-
-    def __init__(self, address: Address):
-        """See :meth:`open`."""
-        self._address = address
-        self._received = bytearray()
-        self._reply: asyncio.Future[bytearray | None] | None = None
-        self._deadline = 0.0
-        self._timer: asyncio.TimerHandle | None = None
-
-    @classmethod
-    async def open(cls, address: Address) -> Line:
-        """Connect and show the key. Raises NotListening when nobody is there."""
-        loop = asyncio.get_running_loop()
-        try:
-            return (await loop.create_unix_connection(partial(cls, address), address.path))[1]
-        except OSError as error:
-            raise NotListening(f"nobody listens on {address}: {error}") from error
-
-    async def round_trip(self, request: dict[str, Any], timeout: float) -> dict[str, Any] | None:
-        """Send a request and return the reply; None when the connection was closed. Raises SandboxTimeout.
-        Without a reply the line is of no more use.
-        """
-        if self._transport.is_closing():
-            return None
-        loop = asyncio.get_running_loop()
-        self._reply, self._deadline = loop.create_future(), loop.time() + timeout
-        if self._timer is None or self._timer.when() > self._deadline:
-            self._look_at_clock(loop)
-        self._transport.write(wire.encode(request))
-        try:
-            body = await self._reply
-        except TimeoutError as error:
-            raise errors.SandboxTimeout(
-                f"no answer to {request['op']!r} from {self._address} in {timeout:g} s"
-            ) from error
+async def round_trip(
+    line: Line, address: Address, request: dict[str, Any], timeout: float
+) -> dict[str, Any] | None:
+    """Send a request and return the reply; None when the connection was closed. Raises SandboxTimeout."""
+    loop = asyncio.get_running_loop()
+    reply = line.reply = loop.create_future()
+    timer = loop.call_later(timeout, lambda: reply.done() or reply.set_exception(TimeoutError()))
+    try:
+        line.transport.write(wire.encode(request))
+        body = None if line.transport.is_closing() else await reply
         return None if body is None else json.loads(body.decode())
-
-    def close(self) -> None:
-        """Hang up."""
-        self._transport.close()
-
-    def _look_at_clock(self, loop: asyncio.AbstractEventLoop) -> None:
-        """End the latest request if it is overdue; look again when it is, else."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if loop.time() < self._deadline:
-            self._timer = loop.call_at(self._deadline, self._look_at_clock, loop)
-        elif not self._reply.done():
-            self._reply.set_exception(TimeoutError())
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-        transport.write(self._address.greeting())
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        missing = wire.HEADER.size - len(self._received)
-        if missing <= 0:
-            size = wire.HEADER.unpack_from(self._received)[0]
-            missing += size
-            if self._reply is None or self._reply.done() or missing < 0 or size > wire.MAX_FRAME_BYTES:
-                self._transport.abort()  # nobody has asked for that
-            elif missing == 0:
-                self._reply.set_result(self._received[wire.HEADER.size :])
-                self._received.clear()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._reply is not None and not self._reply.done():
-            self._reply.set_result(None)
+    except TimeoutError as error:
+        problem = f"no answer to {request['op']!r} from {address} in {timeout:g} s"
+        raise errors.SandboxTimeout(problem) from error
+    finally:
+        timer.cancel()
 
 
 def result_of(reply: dict[str, Any] | None, address: str | Address) -> dict[str, Any]:
@@ -187,11 +153,9 @@ async def exchange(address: str | Address, request: dict[str, Any], timeout: flo
     reports.
     """
     address = Address.parse(address)
-    line = await Line.open(address)
-    try:
-        return result_of(await line.round_trip(request, timeout), address)
-    finally:
-        line.close()
+    line = await connect(address)
+    with contextlib.closing(line.transport):
+        return result_of(await round_trip(line, address, request, timeout), address)
 
 
 async def in_thread(

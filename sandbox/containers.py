@@ -40,7 +40,6 @@ REMOVING_THREADS = 2
 MOST_ENDING = 16  # beyond, who ends one waits for it: sandboxes must not come faster than they go
 SETUP_TIMEOUT_S = 10.0
 REFILL_AFTER_S = 0.02
-CLONES = "sbx-template"  # `NAME` of server/template.py
 FATES_KEPT = 1000
 COUNTS = (
     *("started", "claimed_warm", "cloned", "failed", "released"),
@@ -62,7 +61,6 @@ class Containers:
         self._removing = ThreadPoolExecutor(REMOVING_THREADS, "removing")
         self.snapshots = Snapshots(state, config, self._all, partial(self._removing.submit, trees.remove))
         self._boot_id = boot_id()
-        self._zombies: set[int] = set()
         self._fates: collections.OrderedDict[str, Fate] = collections.OrderedDict()
         self.counts = dict.fromkeys(COUNTS, 0)
         paths.own_directory(state / "records", 0o700)
@@ -309,7 +307,6 @@ class Containers:
                         )
                 self.pool.tidy()
                 self.snapshots.tidy()
-                self._zombies = _reap_again(self._zombies)
             except Exception:
                 log.exception("the janitor stumbled")  # and looks after the others all the same
             if guarding is None or guarding.done():
@@ -389,15 +386,3 @@ class Containers:
 
     def _write_record(self, container: Container) -> None:
         self._records.write(container.record(self._boot_id))
-
-
-def _reap_again(before: set[int]) -> set[int]:
-    """Wait for clones of which nobody was told, if they had ended a while ago already, and return those that
-    have by now. By their name: another one's end is for whoever has begun it to hear of.
-    """
-    zombies = {pid for pid in processes.children(os.getpid()) if processes.start_time(pid) is None}
-    for pid in zombies & before:
-        with contextlib.suppress(OSError):
-            if Path(f"/proc/{pid}/comm").read_text().strip() == CLONES:
-                os.waitpid(pid, os.WNOHANG)
-    return zombies

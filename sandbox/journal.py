@@ -53,13 +53,13 @@ async def round_trip(
     request: dict[str, Any],
     timeout: float,
 ) -> dict[str, Any] | None:
-    """The line's round trip of the journal's next operation, whose reply it keeps. One that is given up
+    """`connection.round_trip` of the journal's next operation, whose reply it keeps. One that is given up
     (cancelled, overdue) is abandoned, unless the journal leaves it.
     """
     number, fence, reply = journal.number(), journal.fence, None
     request |= {"number": number, "fence": fence, "known": journal.known}
     try:
-        reply = await line.round_trip(request, timeout)
+        reply = await connection.round_trip(line, address, request, timeout)
     finally:
         if reply is None and not journal.leaves:
             # A task of its own, as another cancellation may end the wait for it.

@@ -11,7 +11,7 @@ from sandbox.connection import Address, NotListening
 from sandbox.errors import SandboxError
 
 LISTEN_S, CONNECT_S, PAUSE_S = 30.0, 10.0, 0.2  # the last after a connection that was not taken or kept
-PIECE_BYTES = 64 << 10
+PIECE_BYTES, BUFFER_BYTES = 64 << 10, 1 << 20
 GONE = (FileNotFoundError, ConnectionRefusedError)  # said of a server that has ended; it never comes back
 
 
@@ -66,8 +66,14 @@ class Tunnel:
         """Wait for a request on one connection after the other; lead it out while another task waits."""
         while not self.gone.is_set():
             try:
-                reader, writer = await connection.connect(self._address)
+                try:
+                    reader, writer = await asyncio.open_unix_connection(
+                        self._address.path, limit=BUFFER_BYTES
+                    )
+                except OSError as error:
+                    raise NotListening(f"nobody listens on {self._address}: {error}") from error
                 with contextlib.closing(writer):
+                    writer.write(self._address.greeting())
                     await connection.send(writer, {"op": "accept", "turn": self._turn})
                     reply = await connection.receive(reader)
                     if reply is not None:

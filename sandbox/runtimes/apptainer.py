@@ -21,7 +21,7 @@ from pathlib import Path
 from sandbox import paths, payload, trees
 from sandbox.errors import RuntimeUnavailable, SandboxStartError
 from sandbox.runtimes.base import PROCESSORS, Bind, Launch, Places, Runtime
-from sandbox.runtimes.template import Clone, NotMounted, Template
+from sandbox.runtimes.template import Clone, NotMounted, Template, reap_again
 from sandbox.server import writable_root
 
 log = logging.getLogger(__name__)
@@ -42,6 +42,7 @@ class Apptainer(Runtime):
         super().__init__()
         self._upper = OURS
         self._template: Template | None = None
+        self._zombies: set[int] = set()
         self._failures, self._not_before = 0, 0.0
         self._starting = threading.Lock()
 
@@ -157,9 +158,10 @@ class Apptainer(Runtime):
                 )
 
     def tidy(self) -> None:
-        """Wait for a template that has ended."""
+        """Wait for a template that has ended, and for clones that nobody else waits for."""
         if self._template is not None:
             self._template.tidy()
+        self._zombies = reap_again(self._zombies)
 
     def close(self) -> None:
         """End the template."""

@@ -23,6 +23,7 @@ ANSWER_S, MOUNT_S = 10.0, 60.0
 first; and until its image is mounted, from a disk that may be slow.
 """
 TRIES = 2
+NAME = "sbx-template"  # as in `server/template.py`
 END_S = 1.0
 FIRST_TREE = 64
 """From which number on the descriptors are by whose names it goes: a clone uses the first few otherwise."""
@@ -239,6 +240,18 @@ def _opened(path: Path, stack: contextlib.ExitStack) -> int:
         os.close(first)
     stack.callback(os.close, tree)
     return tree
+
+
+def reap_again(before: set[int]) -> set[int]:
+    """Wait for clones of which nobody was told, if they had ended a while ago already, and return those that
+    have by now. By their name: another one's end is for whoever has begun it to hear of.
+    """
+    zombies = {pid for pid in processes.children(os.getpid()) if processes.start_time(pid) is None}
+    for pid in zombies & before:
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text().strip() == NAME:
+                os.waitpid(pid, os.WNOHANG)
+    return zombies
 
 
 def _identity(path: Path) -> tuple[int, int]:

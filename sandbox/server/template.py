@@ -59,7 +59,7 @@ BENEATH = "beneath"
 """A directory with these, which each image lies on: what it lacks need not be made for each sandbox."""
 MOST_BYTES = 1 << 18
 NAME = "sbx-template"
-"""By which the host knows clones of which it was not told (`containers.py`)."""
+"""By which the host knows clones of which it was not told (`runtimes/template.py`)."""
 USER = os.geteuid(), os.getegid()
 locked_libc = ctypes.PyDLL(None, use_errno=True)
 """With Python's lock, which the child then has as well."""

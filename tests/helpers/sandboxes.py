@@ -91,7 +91,7 @@ def processes_of(directory: Path) -> list[str]:
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        if "/sbx/template.py" in command and not processes.is_init(int(entry.name)):
+        if "/template.py " in command and not processes.is_init(int(entry.name)):
             continue
         if f"{directory}/" in command and "sandbox.host" not in command:
             traces.append(f"process {entry.name}: {command[:200]}")

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sandbox import paths, payload, processes, trees
-from sandbox.containers import _reap_again
 from sandbox.images import ImageStore
 from sandbox.runtimes import Launch
 from sandbox.runtimes.apptainer import Apptainer
@@ -98,13 +97,12 @@ class Node:
 
 def fresh_node() -> Iterator[Node]:
     """A fixture: nothing may be left of it, zombies included."""
-    before, zombies = set(processes.children(os.getpid())), set()
+    before = set(processes.children(os.getpid()))
     state = new_state()
     node = Node(state)
 
     def is_clean() -> bool:
-        nonlocal zombies
-        zombies = _reap_again(zombies)
+        node.runtime.tidy()
         return not processes_of(state) and set(processes.children(os.getpid())) <= before
 
     try:

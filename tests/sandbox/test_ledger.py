@@ -14,6 +14,7 @@ from sandbox import connection
 from sandbox.client import SandboxClient
 from sandbox.connection import BlockingConnection
 from sandbox.errors import SandboxAhead, SandboxError, SandboxRequestError, SandboxTaken, SandboxTimeout
+from sandbox.server import wire
 from tests.helpers.blocking import SyncHostClient, sandbox_of
 from tests.helpers.stack import ROOT
 from tests.sandbox.conftest import run, why_not
@@ -344,10 +345,10 @@ def test_to_abandon_comes_in_time_however_early_and_does_no_harm_late(info):
 
 def test_a_client_that_hangs_up_an_unnumbered_request_still_interrupts_it(info):
     async def scenario():
-        streams = await connection.connect(info.socket)
-        await connection.send(streams[1], {"op": "bash", "command": WORK, "timeout": PATIENCE_S})
+        line = await connection.connect(info.socket)
+        line.transport.write(wire.encode({"op": "bash", "command": WORK, "timeout": PATIENCE_S}))
         await seen(info, "begun")
-        streams[1].close()
+        line.transport.close()
         async with worker(info, Notebook(1)) as client:
             assert (await client.bash("echo next")).output == "next\n"
 

@@ -160,14 +160,18 @@ def test_an_answer_is_one_whole_frame(tmp_path, answers, gone_at):
 
     async def scenario():
         async with await asyncio.start_unix_server(answer, tmp_path / "s"):
-            line = await connection.Line.open(connection.Address(str(tmp_path / "s")))
+            address = connection.Address(str(tmp_path / "s"))
+            line = await connection.connect(address)
             for number in range(2):
-                reply = await line.round_trip({"op": "ping"}, 60)
+                reply = await connection.round_trip(line, address, {"op": "ping"}, 60)
                 if number == gone_at:
-                    assert reply is None and await line.round_trip({"op": "ping"}, 60) is None
+                    assert (
+                        reply is None
+                        and await connection.round_trip(line, address, {"op": "ping"}, 60) is None
+                    )
                     break
                 assert reply == {"ok": True, "result": {}}
-            line.close()
+            line.transport.close()
 
     asyncio.run(scenario())
 
@@ -183,12 +187,13 @@ def test_each_request_has_a_limit_of_its_own(tmp_path):
 
     async def scenario():
         async with await asyncio.start_unix_server(answer, tmp_path / "s"):
-            line = await connection.Line.open(connection.Address(str(tmp_path / "s")))
-            assert await line.round_trip({"op": "ping"}, 0.1)
-            assert await line.round_trip({"op": "ping"}, 60.0)
+            address = connection.Address(str(tmp_path / "s"))
+            line = await connection.connect(address)
+            assert await connection.round_trip(line, address, {"op": "ping"}, 0.1)
+            assert await connection.round_trip(line, address, {"op": "ping"}, 60.0)
             with pytest.raises(errors.SandboxTimeout, match=r"no answer to 'ping' from .* in 0.2 s"):
-                await line.round_trip({"op": "ping"}, 0.2)
-            line.close()
+                await connection.round_trip(line, address, {"op": "ping"}, 0.2)
+            line.transport.close()
 
     asyncio.run(scenario())
 
