@@ -130,9 +130,8 @@ class Apptainer(Runtime):
         return self.run_as is None and os.geteuid() == 0
 
     def _exec_template(self, home: Path, interpreter: Path, shown: Sequence[Path]) -> list[str]:
-        """`apptainer exec` of what tells its pid and waits for the template to join it, in no namespace in
-        which clones would end with it. The root is empty but for what is shown: an image's scripts for the
-        environment, and an overlay over it, would make a start longer.
+        """`apptainer exec` of a shell, in no namespace in which clones would end with it. The root is empty
+        but for what is shown: an image's scripts for the environment, and an overlay, would make it longer.
         """
         binds = [Bind(path, str(path), read_only=False) for path in shown]
         if PROCESSORS.is_dir():
@@ -143,8 +142,7 @@ class Apptainer(Runtime):
         flags = ["--userns", "--contain", "--no-init", "--no-home", "--cleanenv", "--no-privs"]
         flags += ["--no-mount", "sys,bind-paths,tmp", "--pwd", "/", "--writable", *_binds(binds)]
         shell = [*payload.loader(interpreter, str(interpreter)), f"{interpreter}/bin/sh"]
-        hold = [*shell, "-c", "echo $$; read end; exit 0"]
-        return [str(self.program()), "-s", "exec", *flags, str(root), *hold]
+        return [str(self.program()), "-s", "exec", *flags, str(root), *shell, "-c"]
 
     def _refuse_links(self, launch: Launch) -> None:
         """Apptainer mounts where they lead: our code in the agent's reach, or what is bound over our code."""

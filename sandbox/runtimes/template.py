@@ -14,9 +14,11 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from sandbox import payload, processes
 from sandbox.errors import SandboxStartError
+from sandbox.server import seccomp
 
 ANSWER_S, MOUNT_S = 10.0, 60.0
 """Until a process has been begun, which takes milliseconds, and a tenth of a second where the template starts
@@ -27,7 +29,18 @@ NAME = "sbx-template"  # as in `server/template.py`
 END_S = 1.0
 FIRST_TREE = 64
 """From which number on the descriptors are by whose names it goes: a clone uses the first few otherwise."""
+HOLD = "echo $$; read end; exit 0"
+BECOME = 'exec 8<"$1" 9<"$2"; shift 2; exec "$@"'
+"""What the container's shell does: tells its pid and waits to be joined, or is the template itself."""
+RESTRICTED = Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")
+"""Where this says 1, as on Ubuntu since 23.10, Apptainer may make user namespaces and so may what it starts,
+but no other: the template has to be one of these, and takes longer to start.
+"""
+PR_SET_CHILD_SUBREAPER = 36
 MOST_WORDS = 2000
+_adopters: set[Template] = set()
+"""Those that are yet to become children of this process, where Apptainer has started them."""
+_adopters_lock = threading.Lock()
 
 
 class NotMounted(SandboxStartError):
@@ -76,8 +89,9 @@ class Template:
         interpreter: Path,
         **as_user,
     ) -> None:
-        """`command` starts the container; `shown`: directories that it shows, the host's first; `code,
-        interpreter`: what the process is made of, below these; `as_user`: arguments of `subprocess`.
+        """`command` starts the container with a shell, whose script follows; `shown`: directories that it
+        shows, the host's first; `code, interpreter`: what the process is made of, below these; `as_user`:
+        arguments of `subprocess`.
         """
         self.command = list(command)
         self._env, self._as_user = dict(env), as_user
@@ -85,7 +99,7 @@ class Template:
         self._state, self._trees = shown[0], (code, interpreter)
         self._lock = threading.Lock()
         self._processes: list[subprocess.Popen] = []
-        """What holds the container until it is joined, and the template; each begins a process group."""
+        """What holds the container until it is joined, and the template; each has begun a process group."""
         self._connection: socket.socket | None = None
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed with this object)
 
@@ -129,6 +143,8 @@ class Template:
                 os.close(far_out)
                 os.close(far_err)
             clone = Clone(self._pid(ours, connection, err), out, err)
+            if self in _adopters:
+                self._adopt(False)
             self._await_mounts(ours, err)
             return clone, ours
         except BaseException:
@@ -192,11 +208,25 @@ class Template:
                 self._connection.shutdown(socket.SHUT_RDWR)
             self._connection = None
         while self._processes:
-            process = self._processes.pop()
-            if process.poll() is None:  # else the number may be another's by now
-                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                    os.killpg(process.pid, signal.SIGKILL)  # what hangs, and what it had begun
-                    process.wait(END_S)
+            process, deadline = self._processes.pop(), time.monotonic() + END_S
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it has none any more
+                os.waitpid(
+                    -process.pid, os.WNOHANG
+                )  # where none of it is ours, the number is another's by now
+                os.killpg(process.pid, signal.SIGKILL)  # what hangs, and what it had begun
+                while time.monotonic() < deadline:
+                    if not os.waitpid(-process.pid, os.WNOHANG)[0]:
+                        time.sleep(0.001)
+            process.poll()
+        self._adopt(False)
+
+    def _adopt(self, does: bool) -> None:
+        """Have orphans become ours, or no longer: all but the template would stay zombies, and who waits for
+        their end would wait for ever.
+        """
+        with _adopters_lock:
+            (_adopters.add if does else _adopters.discard)(self)
+            seccomp.prctl(PR_SET_CHILD_SUBREAPER, bool(_adopters))
 
     def _words(self) -> str:
         self._said.seek(0)
@@ -209,14 +239,23 @@ class Template:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         inside, outside = socket.socketpair()
         with theirs, inside, outside, contextlib.ExitStack() as stack:
-            self._run(self.command, inside, inside)
+            places = [str(path) for path in self._trees]
+            if _is_restricted():
+                self._adopt(True)  # it leaves Apptainer, and becomes a child of ours
+                command = [*self.command, BECOME, "sh", *places, *self._program(8, 9)]
+                self._run(command, theirs, subprocess.DEVNULL)
+                return
+            self._run([*self.command, HOLD], inside, inside)
             trees = [_opened(path, stack) for path in self._trees]
-            code, python = map("/proc/self/fd/{}".format, trees)
-            program = [*payload.loader(self._trees[1], python), f"{python}/bin/python3", "-BES"]
-            program += [f"{code}/template.py", f"{self._state}/", *map(str, self._trees)]
-            self._run(program, theirs, outside, pass_fds=trees)
+            self._run([*self._program(*trees), *places], theirs, outside, pass_fds=trees)
 
-    def _run(self, command: Sequence[str], stdin: socket.socket, stdout: socket.socket, **options) -> None:
+    def _program(self, code: int, python: int) -> list[str]:
+        """Its command line, by descriptors of what it is made of."""
+        usr = f"/proc/self/fd/{python}"
+        command = [*payload.loader(self._trees[1], usr), f"{usr}/bin/python3", "-BES"]
+        return [*command, f"/proc/self/fd/{code}/template.py", f"{self._state}/"]
+
+    def _run(self, command: Sequence[str], stdin: socket.socket, stdout: Any, **options: Any) -> None:
         process = subprocess.Popen(
             command,
             env=self._env,
@@ -229,6 +268,12 @@ class Template:
             **options,
         )
         self._processes.append(process)
+
+
+def _is_restricted() -> bool:
+    with contextlib.suppress(OSError):
+        return RESTRICTED.read_text().strip() == "1"
+    return False
 
 
 def _opened(path: Path, stack: contextlib.ExitStack) -> int:

@@ -1,6 +1,6 @@
 """A process that has the server imported, of which every sandbox of a node is a clone.
 
-    /proc/self/fd/PYTHON/bin/python3 /proc/self/fd/CODE/template.py STATE PLACES
+    /proc/self/fd/PYTHON/bin/python3 /proc/self/fd/CODE/template.py STATE [PLACES]
 
 It lives in a container of Apptainer's that shows the places in which sandboxes and images lie, and holds
 nothing of any request: for each sandbox it is handed three descriptors and forks. The child reads what is
@@ -11,6 +11,7 @@ one of our own.
 It begins outside, together with Apptainer, which takes longer than all imports, and joins the container when
 that is there. What it is made of goes by the names of two descriptors, which mean in turn the trees outside,
 at their PLACES in the container, and at those of each sandbox: never what an image has by the names outside.
+Without PLACES it has begun in the container, and leaves Apptainer to become the host's child.
 
 Standard input is a socket over which the descriptors of sandboxes come, standard output one from what holds
 the container until it is joined: its pid. A clone runs on when the first is closed, or the template ends. A
@@ -25,6 +26,7 @@ import fcntl
 import gc
 import marshal
 import os
+import select
 import struct
 import sys
 from itertools import accumulate
@@ -70,7 +72,7 @@ REST = ("shell", "server", "kernel_life", "editor", "files", "state")
 
 
 def main():
-    """Join the container, and clone for each sandbox until the socket is closed."""
+    """Be in the container and the host's child, and clone for each sandbox until the socket is closed."""
     with open("/proc/self/comm", "w") as file:
         file.write(NAME)  # of all clones, too
     for name in REST:
@@ -83,7 +85,10 @@ def main():
     os.umask(0o022)  # of what is made here, and of all clones
     for point in POINTS:
         os.makedirs(os.path.join(home, BENEATH, point), mode=0o755, exist_ok=True)
-    join(os.read(1, MOST_BYTES), places)
+    if places:
+        join(os.read(1, MOST_BYTES), places)
+    else:
+        leave()
     os.chdir(home)
     while True:
         fds = receive()
@@ -100,6 +105,15 @@ def main():
             report(fds[2], "cannot be cloned: %s" % error)
         for fd in (*fds, known, told):
             os.close(fd)
+
+
+def leave():
+    """Have Apptainer end, and be adopted."""
+    first = os.getpid()
+    if os.fork():
+        os._exit(0)
+    while os.getppid() == first:  # nobody is answered before, for the host does not adopt for longer
+        select.select([], [], [], 0.001)
 
 
 def join(holder, places):

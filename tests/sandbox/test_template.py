@@ -35,7 +35,8 @@ from tests.helpers.templates import (
 )
 
 pytestmark = pytest.mark.apptainer
-node = pytest.fixture(fresh_node, name="node")
+# The template begins beside Apptainer and joins its container, or Apptainer starts it.
+node = pytest.fixture(fresh_node, params=["0", "1"], ids=["beside", "within"], name="node")
 SPEC = SandboxSpec(runtime="apptainer")
 
 
@@ -209,8 +210,9 @@ def test_it_joins_the_container_and_keeps_nothing_of_outside(node):
     assert status["NoNewPrivs"] == "1"
     spaces = [Path(f"/proc/{pid}/ns/mnt").readlink() for pid in (os.getpid(), template, process.pid)]
     assert len(set(spaces)) == 3
-    container, program = node.runtime._template._processes
-    assert program.pid == template
+    assert template in processes.children(os.getpid())
+    container, *program = node.runtime._template._processes
+    assert {process.pid for process in program} <= {template}
     wait_until(lambda: container.poll() == 0, END_S, "Apptainer's end")
     # The clone has the same two trees open, each as it is mounted in its own root.
     mounts = mounts_of(process.pid)
