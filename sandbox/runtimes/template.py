@@ -209,13 +209,12 @@ class Template:
             self._connection = None
         while self._processes:
             process, deadline = self._processes.pop(), time.monotonic() + END_S
+            group = process.pid
             with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it has none any more
-                os.waitpid(
-                    -process.pid, os.WNOHANG
-                )  # where none of it is ours, the number is another's by now
-                os.killpg(process.pid, signal.SIGKILL)  # what hangs, and what it had begun
+                os.waitpid(-group, os.WNOHANG)  # where none of it is ours, the number is another's by now
+                os.killpg(group, signal.SIGKILL)  # what hangs, and what it had begun
                 while time.monotonic() < deadline:
-                    if not os.waitpid(-process.pid, os.WNOHANG)[0]:
+                    if not os.waitpid(-group, os.WNOHANG)[0]:
                         time.sleep(0.001)
             process.poll()
         self._adopt(False)
