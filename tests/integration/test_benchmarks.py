@@ -168,6 +168,7 @@ MAY_BE_ZERO = ZERO | {
     "eval_overhead_s",
     "overhead_s",
     "viewers_100_cpu_cores",
+    "gateway_cpu_s_per_gb",  # of what the kernel counts in hundredths of a second
     *("takeover_s_over_lease", "wasted_tokens_share", "wasted_tokens_share_0_2_0"),
 }
 """Or less, but for ZERO: differences."""
