@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Coroutine
 
 from sandbox import connection
-from sandbox.connection import Address, NotListening
+from sandbox.connection import Address
 from sandbox.errors import SandboxError
 
 LISTEN_S, CONNECT_S, PAUSE_S = 30.0, 10.0, 0.2  # the last after a connection that was not taken or kept
@@ -66,12 +66,7 @@ class Tunnel:
         """Wait for a request on one connection after the other; lead it out while another task waits."""
         while not self.gone.is_set():
             try:
-                try:
-                    reader, writer = await asyncio.open_unix_connection(
-                        self._address.path, limit=BUFFER_BYTES
-                    )
-                except OSError as error:
-                    raise NotListening(f"nobody listens on {self._address}: {error}") from error
+                reader, writer = await asyncio.open_unix_connection(self._address.path, limit=BUFFER_BYTES)
                 with contextlib.closing(writer):
                     writer.write(self._address.greeting())
                     await connection.send(writer, {"op": "accept", "turn": self._turn})
@@ -81,9 +76,8 @@ class Tunnel:
                         self._begin(self._lead())
                         await self._pass(reader, writer)
                         return
-            except SandboxError as error:  # a server that has ended, or that has another tunnel
-                if not isinstance(error, NotListening) or isinstance(error.__cause__, GONE):
-                    self.gone.set()
+            except (SandboxError, *GONE):  # a server that has ended, or that has another tunnel
+                self.gone.set()
             except OSError:
                 pass  # the server is slow to take connections
             await asyncio.sleep(PAUSE_S)

@@ -5,7 +5,6 @@ layer.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import marshal
 import os
@@ -256,8 +255,8 @@ class Apptainer(Runtime):
 
 def _binds(binds: Iterable[Bind]) -> list[str]:
     """The same as flags."""
-    pairs = [("--bind", f"{bind.source}:{bind.target}:{'ro' if bind.read_only else 'rw'}") for bind in binds]
-    return list(itertools.chain(*pairs))
+    ways = ((bind, "ro" if bind.read_only else "rw") for bind in binds)
+    return [flag for bind, way in ways for flag in ("--bind", f"{bind.source}:{bind.target}:{way}")]
 
 
 def _directory(path: Path) -> Path:

@@ -57,6 +57,8 @@ SIOCSIFFLAGS, IFF_UP = 0x8914, 1
 DEVICES = ("null", "zero", "random", "urandom", "tty")
 LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx"}
 POINTS = ("workspace", "home/sandbox", "sys/devices/system/cpu", "run/sbx", "sbx", "sbx-python")
+PLACES = ("/sbx", "/sbx-python")
+"""Of our code and of Python, in a sandbox."""
 BENEATH = "beneath"
 """A directory with these, which each image lies on: what it lacks need not be made for each sandbox."""
 MOST_BYTES = 1 << 18
@@ -252,7 +254,7 @@ def enter(request):
     require(libc.syscall(PIVOT_ROOT[os.uname().machine], here, here), "no new root")
     require(libc.umount2(here, MNT_DETACH), "the old root stays")
     os.chdir("/")
-    refer(writable_root.OURS[:2])
+    refer(PLACES)
     close_from(3)
 
 

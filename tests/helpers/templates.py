@@ -129,10 +129,15 @@ def ends(process: Clone) -> bool:
     return True
 
 
-def mounts_of(pid: int) -> dict[str, str]:
-    """Where something is mounted inside → the number of what is there."""
+def mounts_of(pid: int) -> list[tuple[str, str]]:
+    """Where something is mounted inside, and the number of that mount."""
     lines = Path(f"/proc/{pid}/mountinfo").read_text().splitlines()
-    return {line.split()[4]: line.split()[0] for line in lines}
+    return [(line.split()[4], line.split()[0]) for line in lines]
+
+
+def places_of(process: Clone) -> list[str]:
+    """Where something is mounted inside."""
+    return [place for place, _ in mounts_of(process.pid)]
 
 
 def trees_of(pid: int) -> list[str]:

@@ -202,7 +202,7 @@ def test_it_joins_the_container_and_keeps_nothing_of_outside(node):
     """Apptainer and what it had started end; the template has no capabilities, and no way back."""
     process, stdin = node.clone()
     template = template_of(node.state)
-    shown = mounts_of(template)
+    shown = dict(mounts_of(template))
     assert {"/", "/dev", "/proc", str(node.state), str(node.rootfs.parent)} <= shown.keys()
     assert set(trees_of(template)) <= set(shown.values())
     status = status_of(template)
@@ -215,7 +215,7 @@ def test_it_joins_the_container_and_keeps_nothing_of_outside(node):
     assert {process.pid for process in program} <= {template}
     wait_until(lambda: container.poll() == 0, END_S, "Apptainer's end")
     # The clone has the same two trees open, each as it is mounted in its own root.
-    mounts = mounts_of(process.pid)
+    mounts = dict(mounts_of(process.pid))
     assert trees_of(process.pid) == sorted(mounts[place] for place in ("/sbx", "/sbx-python"))
     stdin.close()
     assert ends(process)

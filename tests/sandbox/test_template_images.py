@@ -11,7 +11,7 @@ from sandbox import trees
 from sandbox.errors import SandboxStartError
 from sandbox.runtimes import Runtime
 from sandbox.runtimes.apptainer import MOST_FAILURES
-from tests.helpers.templates import CONFIG, ends, fresh_node, mounts_of, template_of
+from tests.helpers.templates import CONFIG, ends, fresh_node, places_of, template_of
 
 pytestmark = pytest.mark.apptainer
 node = pytest.fixture(fresh_node, name="node")
@@ -34,7 +34,7 @@ def test_an_image_that_cannot_be_mounted_leaves_nothing(node):
 def test_what_an_image_lacks_is_made_once_for_all(node):
     launch = node.launch(node.image())
     process, stdin = node.clone(launch)
-    assert {"/workspace", "/run/sbx", "/sbx"} <= set(mounts_of(process.pid))
+    assert {"/workspace", "/run/sbx", "/sbx"} <= set(places_of(process))
     assert not (launch.scratch / "overlay/upper/workspace").exists()
     stdin.close()
     assert ends(process)
@@ -64,7 +64,7 @@ def test_no_link_in_what_is_mounted_is_followed(node):
     (launch.scratch / "tmp/step").unlink()
     (launch.scratch / "tmp/step").mkdir()
     process, stdin = node.clone(launch)
-    mounts = mounts_of(process.pid)
+    mounts = places_of(process)
     assert "/tmp/step" in mounts and len(mounts) == len(set(mounts))
     assert not [place for place in mounts if place.startswith(("/sbx/", "/sbx-python/", "/run/sbx/"))]
     stdin.close()
@@ -102,7 +102,7 @@ def test_no_link_leads_to_what_lies_beneath_an_image(node, link, leads_to):
     (image / link).parent.mkdir(exist_ok=True)
     (image / link).symlink_to(leads_to)
     process, stdin = node.clone(node.launch(node.own(image)))
-    mounts = mounts_of(process.pid)
+    mounts = places_of(process)
     assert {"/home/sandbox", "/var/tmp", "/run/sbx"} <= set(mounts) and len(mounts) == len(set(mounts))
     stdin.close()
     assert ends(process)
@@ -115,7 +115,7 @@ def test_no_link_of_an_earlier_agent_leads_to_what_lies_beneath_its_image(node):
     (upper / "home").symlink_to("sbx")
     node.own(upper)
     process, stdin = node.clone(launch)
-    assert "/home/sandbox" in mounts_of(process.pid)
+    assert "/home/sandbox" in places_of(process)
     stdin.close()
     assert ends(process)
 
@@ -154,7 +154,7 @@ def test_one_that_has_lost_what_lies_beneath_images_does_without(node):
     template = template_of(node.state)
     trees.remove(node.state / "template/beneath")
     process, stdin = node.clone(node.launch(node.image()))
-    assert {"/workspace", "/run/sbx", "/sbx"} <= set(mounts_of(process.pid))
+    assert {"/workspace", "/run/sbx", "/sbx"} <= set(places_of(process))
     assert template_of(node.state) == template
     stdin.close()
     assert ends(process)
