@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel
-
 from rollout.trajectory import FinishReason
 from tests.helpers import diary
-from workers.handlers.base import AgentHandler, EvalContext, Reward, RunContext
+from tests.helpers.chaos_handlers import Gated, GatedTask
+from workers.handlers.base import AgentHandler, EvalContext, InitContext, Reward, RunContext
 
 
-class PrintingTask(BaseModel):
+class PrintingTask(GatedTask):
     command: str = ""
     program: bool = False
     """Whether it is run by `exec` and not by the shell."""
@@ -20,6 +19,11 @@ class Printing(AgentHandler[PrintingTask]):
     Task = PrintingTask
     uses_model = False
     uses_sandbox = True
+    _pass = Gated._pass
+
+    async def init(self, ctx: InitContext[PrintingTask]) -> None:
+        await super().init(ctx)
+        await self._pass("init", ctx)
 
     async def run(self, ctx: RunContext[PrintingTask]) -> FinishReason:
         if ctx.task.program:

@@ -74,6 +74,21 @@ def submit(service, handler="printing", **task) -> str:
     return request.id
 
 
+@pytest.fixture
+def followed(service, live, tmp_path):
+    """Submits rollouts that are looked at before they run, however slow the machine is."""
+
+    def submit_and_open(handler="printing", **task) -> tuple[str, Live]:
+        rollout_id = submit(service, handler, gates=str(tmp_path), **task)
+        stream = live(rollout=rollout_id)
+        stream.until("rollout")
+        for stage in ("init", "eval"):
+            (tmp_path / stage).touch()
+        return rollout_id, stream
+
+    return submit_and_open
+
+
 def in_run(service, rollout_id: str) -> None:
     wait_until(lambda: service.client.get(rollout_id).state == "running", PATIENCE_S, "RUN")
 
@@ -86,9 +101,8 @@ TICKING = "for i in $(seq 40); do echo \"$i $(date +%s.%N)\"; sleep 0.1; done; p
 
 
 @pytest.mark.parametrize("program", [False, True])
-def test_the_terminal_is_seen_as_it_is_typed_and_nothing_of_the_scoring(service, live, program):
-    rollout_id = submit(service, command=TICKING, program=program)
-    stream = live(rollout=rollout_id)
+def test_the_terminal_is_seen_as_it_is_typed_and_nothing_of_the_scoring(followed, program):
+    _, stream = followed(command=TICKING, program=program)
     stream.until("output", lambda said: "done" in said["text"])
     stream.until("rollout", lambda said: said["state"] == "completed")
     outputs = [(at, data) for at, name, data in stream.events if name == "output"]
@@ -107,9 +121,8 @@ def test_the_terminal_is_seen_as_it_is_typed_and_nothing_of_the_scoring(service,
     assert lags[int(0.95 * len(lags))] < 1.0, lags
 
 
-def test_who_comes_later_sees_what_was_printed_before(service, live):
-    rollout_id = submit(service, command="echo first; sleep 3; echo second; sleep 1")
-    first = live(rollout=rollout_id)
+def test_who_comes_later_sees_what_was_printed_before(followed, live):
+    rollout_id, first = followed(command="echo first; sleep 5; echo second; sleep 1")
     first.until("output", lambda said: "first" in said["text"])
     second = live(rollout=rollout_id)
     assert second.until("output")["text"] == "first\n"
@@ -140,10 +153,8 @@ def test_a_rollout_is_followed_from_its_queue_to_its_end(service, live):
     assert stream.all("rollout")[-1] == summary
 
 
-def test_turns_come_as_the_pieces_of_which_the_trajectory_is_made(service, live):
-    rollout_id = submit(service, "diary", lines=6, pause_s=0.3)
-    stream = live(rollout=rollout_id)
-    late = None
+def test_turns_come_as_the_pieces_of_which_the_trajectory_is_made(service, followed, live):
+    rollout_id, stream = followed("gated_diary", lines=16, pause_s=0.3)
     stream.until("turns", lambda said: any(piece["place"] >= 4 for piece in said.get("pieces", ())))
     late = live(rollout=rollout_id)
     assert late.until("rollout")["id"] == rollout_id
