@@ -28,8 +28,6 @@ LANGUAGE = FakeLanguage(first_id=20, vocab_size=300)
 IDS = {"first_id": 20, "vocab_size": 300}
 TOKENS = 60
 STEP_MS = 5
-SLOW_STEP_MS = 25
-"""Where the exchange of weights has to begin, on a loaded machine too, before the call has ended."""
 PATIENCE_S = 120
 KILLS = CHAOS("engines killed under watched calls", short=2, long=20)
 
@@ -51,6 +49,10 @@ def store(server):
 def register(store, name, url, api="generate"):
     described = describe(BackendRequest(url=url, id=name)).model_copy(update={"api": api})
     store.put(described)
+
+
+def fault(engine, kind, **options):
+    httpx.post(f"{engine}/fault", json={"kind": kind, **options}, timeout=60).raise_for_status()
 
 
 class Told(list):
@@ -99,6 +101,8 @@ def test_engines_are_killed_at_random_moments_and_every_joined_answer_is_the_und
             for number in range(KILLS):
                 with fake_engine(step_ms=STEP_MS, **IDS) as victim:
                     register(store, "victim", victim.url, api)
+                    # However late the kill is: no call ends before it.
+                    fault(victim.url, "hang", tokens=TOKENS - 20)
                     store.drain("rescue")
                     failed.append(await round_(http, number, victim))
                     store.remove("victim")
@@ -119,7 +123,7 @@ def test_an_engine_that_dies_behind_so_many_ids_has_streamed_them(store):
             router = BackendRouter("r", Placements(store), http, wait_s=60)
             await router.acquire()
             store.drain("other", drain=False)
-            httpx.post(f"{url}/fault", json={"kind": "die", "tokens": 17}, timeout=60).raise_for_status()
+            fault(url, "die", tokens=17)
             call = asyncio.create_task(router.generate(request(1), PATIENCE_S, told))
             await asyncio.wait_for(told.reach(17), PATIENCE_S)
             return told, await asyncio.wait_for(call, PATIENCE_S)
@@ -145,12 +149,13 @@ def exchanged(store, mode, *, api="generate", canary=None, then=None):
             router = BackendRouter("r", placements, http, wait_s=60)
             await router.acquire()
             call = asyncio.create_task(router.generate(request(1), PATIENCE_S, told))
-            await asyncio.wait_for(told.reach(20), PATIENCE_S)
+            await asyncio.wait_for(told.reach(3), PATIENCE_S)
             before = len(told)
             update = PolicyRequest(version="step-1", mode=mode, canary=canary)
             exchange = Exchange(store, store.get("engine"), update)
             progress = await asyncio.to_thread(exchange.run, lambda _: None)
             after = len(told)
+            fault(url, "none")
             if progress.state is BackendUpdateState.FAILED:
                 placements.down("engine")  # as the message of `BackendStore.fail` has it done
             if then is not None:
@@ -161,8 +166,10 @@ def exchanged(store, mode, *, api="generate", canary=None, then=None):
                 answer = error
             return told, answer, progress, before, after
 
-    with fake_engine(step_ms=SLOW_STEP_MS, **IDS) as engine:
+    with fake_engine(step_ms=STEP_MS, **IDS) as engine:
         register(store, "engine", engine.url, api)
+        # Half a minute for the call where the exchange does not wait for its end, however late that begins.
+        fault(engine.url, "slow", factor=5 if mode == "wait" else 100)
         outcome = asyncio.run(main(engine.url))
         return *outcome, httpx.get(f"{engine.url}/calls", timeout=60).json()
 
