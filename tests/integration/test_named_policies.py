@@ -89,7 +89,7 @@ def test_an_engine_of_several_policies_that_another_update_has_for_too_long_is_l
     lock = store.lock("b", 30)
     assert lock.acquire(blocking=False)
     store.create(PolicyRequest(version="v1", path="/a", lora={}, timeout_s=0.1), [fleet.get("b")], "left")
-    WeightUpdates(store, fleet, "worker", lease_s=0.5).carry_out(store.claim("worker", 0.5))
+    WeightUpdates(store, fleet, "worker", lease_s=0.5).carry_out(store.claim("worker", 30))
     (update,) = store.status("left").history
     assert (
         update.state == "failed" and "another policy's update had the backend" in update.backends["b"].error
