@@ -20,11 +20,19 @@ def test_a_worker_started_by_hand_joins_and_takes_work(stack, client):
     rollout wait for the import of tokenizers: a worker that has taken none has them."""
     worker = stack.start("byhand", run_worker("byhand"), {"ROLLOUT_PRELOAD_TOKENIZERS": "1"})
     maps = Path(f"/proc/{worker.pid}/maps")
+
+    def running() -> list:
+        return client.list(State.RUNNING, tag="byhand", limit=100).rollouts
+
     try:
         wait_until(lambda: "/tokenizers" in maps.read_text(), 120, "tokenizers", worker)
         wait_until(lambda: f"byhand@{NODE}" in client.status()["workers"]["run"], 120, "it to join", worker)
-        # More than the other worker carries at once, should it be the quicker one.
-        done = client.run([RolloutRequest(handler="noop", task={"run_s": 1.0}) for _ in range(80)])
+        # More than the other worker carries at once, should it be the quicker one; none ends before all run.
+        request = RolloutRequest(handler="noop", task={"run_s": 600.0}, n=80, tags=["byhand"])
+        ids = [item.id for item in client.submit(request)]
+        wait_until(lambda: len(running()) == 80, 120, "all of them to run", worker)
+        client.cancel_many(ids)
+        done = [client.wait(rollout_id, timeout=120) for rollout_id in ids]
     finally:
         worker.stop(60)
     owners = {event.owner for item in done for event in item.timeline if event.state is State.RUNNING}
