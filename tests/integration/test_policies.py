@@ -86,6 +86,8 @@ class World:
         return [rollout.id for rollout in self.client.submit(request)]
 
     def results(self, ids: list[str]) -> list[Rollout]:
+        for engine in self.engines:
+            self.tell(engine, "/fault", {"kind": "none"})
         return list(self.client.stream(ids, timeout=PATIENCE_S))
 
     def tell(self, engine: str, route: str, body: dict | None = None, **query) -> None:
@@ -102,10 +104,12 @@ class World:
         return sum(call["state"] == "running" for call in self.ask(engine, "/calls"))
 
     def live(self, policies: dict[str, str]) -> dict[str, list[str]]:
-        """Rollouts of each policy, all of whose calls run on its engine."""
+        """Rollouts of each policy, all of whose calls run on its engine, and slowly until `results`: none may
+        end before the test has done what it does under them, on a slow machine either."""
         engines = set(policies.values())
         for engine in engines:
             self.tell(engine, "/pause", mode="keep")
+            self.tell(engine, "/fault", {"kind": "slow", "factor": 10})
         ids = {policy: self.submit(policy) for policy in policies}
 
         def all_there() -> bool:
@@ -184,8 +188,8 @@ def test_an_update_that_waits_for_calls_holds_up_no_other_policy_s(world):
     slow = world.update("red", 3, mode="wait", wait=0)
     assert world.update("blue", 3).state == "done"
     assert not world.client.policy_update(slow.id, policy="red").state.ended
-    assert world.ended(slow).state == "done"
     assert len(world.results(ids["red"])) == ROLLOUTS
+    assert world.ended(slow).state == "done"
 
 
 def test_two_adapters_of_one_engine_are_updated_at_once_under_live_rollouts(world):
