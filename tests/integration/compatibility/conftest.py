@@ -31,6 +31,7 @@ def idle(tmp_path_factory) -> Iterator[Stack]:
     """A gateway that knows a handler, and no worker yet: jobs stay queued. For the tests that come first."""
     directory = tmp_path_factory.mktemp("stack")
     env = {
+        "ROLLOUT_HANDLERS": "tests.helpers.chaos_handlers:Gated,tests.helpers.handlers:all_handlers",
         "ROLLOUT_DATA_SOURCES": "my_math=math",
         "ROLLOUT_BACKEND_WAIT_S": "0.2",
         # A slow machine must not make the one LLM server look dead.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -236,20 +237,29 @@ def test_a_job_named_as_its_task_is_a_rollout_each_time(service, trainer):
     assert len(rollouts_of(service, "copies")) == 5
 
 
-def test_what_nobody_was_told_of_is_marked_and_is_not_kept_for_the_next_run(service, trainer):
+def test_what_nobody_was_told_of_is_marked_and_is_not_kept_for_the_next_run(service, trainer, tmp_path):
     """A trainer was killed, and the one that is started in its place numbers its jobs anew."""
-    instance = {"data_source": "noop", "instance_id": "untold", "run_s": 2}
-    hang_up(service.stack, json.dumps({"instance": instance, "job_id": "step-0"}))
+
+    def left(job: str) -> dict[str, Any]:
+        """The instance of a job that ended once its client had gone."""
+        gates = tmp_path / job
+        gates.mkdir()
+        instance = {"data_source": "gated", "instance_id": "untold", "task": {"gates": str(gates)}}
+        hang_up(service.stack, json.dumps({"instance": instance, "job_id": job}))
+        for stage in ("init", "run", "eval"):
+            (gates / stage).touch()
+        return instance
 
     def ended() -> list[Rollout]:
         return rollouts_of(service, "untold", State.COMPLETED)
 
+    instance = left("step-0")
     (untold,) = wait_until(ended, PATIENCE_S, "its end")
     record, redis = keys.record(untold.id), service.stack.redis.client
     assert redis.hincrby(record, "finished", -int((REPLAY_S + 1) * 1000)) > 0
     assert trainer.process(instance, job_id="step-0")["replayed"] is False
     assert len(ended()) == 2, "the old one is of an old policy"
-    hang_up(service.stack, json.dumps({"instance": instance, "job_id": "step-1"}))
+    instance = left("step-1")
     wait_until(lambda: len(ended()) == 3, PATIENCE_S, "its end")
     assert trainer.process(instance, job_id="step-1")["replayed"] is True
     assert len(ended()) == 3, "a retry soon after costs nothing"
