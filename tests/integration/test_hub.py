@@ -76,6 +76,16 @@ class Reader:
         self.gate.live.leave(self.viewer)
 
 
+def counted(gate, name: str, entries: int) -> None:
+    """Wait until the hub has seen that a log has so many entries: what comes from then on is news."""
+
+    def look() -> bool:
+        with gate.live._lock:
+            return gate.live._watched[name].length == entries
+
+    wait_until(look, PATIENCE_S, "the entries that there are")
+
+
 def said(number: int) -> bytes:
     message = [Message(role="user", content=str(number))]
     return encode(Appended(pack_ids([number]), to_json(message)))
@@ -89,7 +99,7 @@ def test_what_a_program_calls_is_told_as_something_to_be_read_anew(gate, client)
     client.rpush(keys.capture_nodes("driven", 1), "one")
     reader = Reader(gate, rollout="driven")
     assert reader.until("rollout")["state"] == "running"
-    time.sleep(0.5)
+    counted(gate, "driven", 1)
     assert reader.take() == [], "what there was it reads by itself"
     client.rpush(keys.capture_nodes("driven", 1), "two")
     assert reader.until("turns") == {"attempt": 1, "refetch": True}
@@ -101,7 +111,7 @@ def test_whoever_reads_slowly_is_told_to_begin_anew_and_holds_little(gate, clien
     client.rpush(log, begun())
     reader = Reader(gate, rollout="plain")
     reader.until("rollout")
-    time.sleep(0.5)
+    counted(gate, "plain", 1)
     client.rpush(log, said(2))
     told = reader.until("turns")
     assert [(piece["chain"], piece["place"]) for piece in told["pieces"]] == [(0, 1)]
@@ -138,7 +148,7 @@ def test_a_log_that_redis_has_lost_a_part_of_is_read_anew(gate, client):
     client.rpush(log, begun(), said(2), said(3))
     reader = Reader(gate, rollout="plain")
     reader.until("rollout")
-    time.sleep(0.5)
+    counted(gate, "plain", 3)
     client.delete(log)
     client.rpush(log, begun(), said(4))
     assert reader.until("turns") == {"attempt": 1, "refetch": True}
