@@ -37,6 +37,12 @@ def claimed(store, stage, rollout_id, attempt=1):
     return claim
 
 
+def now(client):
+    """By Redis' clock, in milliseconds."""
+    seconds, micros = client.time()
+    return seconds * 1000 + micros // 1000
+
+
 def pass_time(client, rollout_id, seconds):
     """The lease of a rollout that is held, and when the reaper looks at it, are so much nearer."""
     client.hincrby(keys.record(rollout_id), "lease", -1000 * seconds)
@@ -204,10 +210,11 @@ def test_a_heartbeat_keeps_a_rollout_for_a_lease_from_then_and_no_longer(client,
     claim = claimed(store, Stage.INIT, rollout_id)
     for _ in range(3):
         pass_time(client, rollout_id, 20)
+        began = now(client)
         assert store.heartbeat([(rollout_id, claim.fence)]) == ["ok"]
         lease = float(client.hget(keys.record(rollout_id), "lease"))
         assert lease == client.zscore(keys.DUE, rollout_id) == store.get(rollout_id).lease_until * 1000
-        assert lease / 1000 - client.time()[0] == pytest.approx(30, abs=2)
+        assert began <= lease - 30_000 <= now(client)
         assert store.overdue() == []
     assert store.get(rollout_id).attempt == 1, "60 s with a lease of 30"
     pass_time(client, rollout_id, 31)
@@ -254,26 +261,22 @@ def test_what_this_worker_cannot_do_waits_longer_each_time_and_fails_when_nobody
     record = keys.record(rollout_id)
 
     def elsewhere():
-        entered = store.finish(
-            claimed(store, Stage.INIT, rollout_id), Finish("elsewhere", FAILURE, delay_s=5)
-        )
-        return entered, client.zscore(keys.DUE, rollout_id)
+        claim = claimed(store, Stage.INIT, rollout_id)
+        return store.finish(claim, Finish("elsewhere", FAILURE, delay_s=5))
 
-    waits = []
-    for _ in range(4):
-        entered, due = elsewhere()
-        assert entered == State.QUEUED and store.get(rollout_id).error is None
-        waits.append(due / 1000 - client.time()[0])
-    assert waits == pytest.approx([5, 10, 20, 30], abs=2)
+    for wait_s in (5, 10, 20, 30):
+        began = now(client)
+        assert elsewhere() == State.QUEUED and store.get(rollout_id).error is None
+        assert began <= client.zscore(keys.DUE, rollout_id) - 1000 * wait_s <= now(client)
     # A stage that goes well forgets it, and so do all that follow.
     store.finish(claimed(store, Stage.INIT, rollout_id), Finish(State.READY))
     assert client.hmget(record, "elsewhere", "elsewhere_since") == [None, None]
     store.finish(claimed(store, Stage.RUN, rollout_id), Finish("handback"))
-    assert elsewhere()[0] == State.QUEUED
+    assert elsewhere() == State.QUEUED
     client.hincrby(record, "elsewhere_since", -570_000)
-    assert elsewhere()[0] == State.QUEUED
+    assert elsewhere() == State.QUEUED
     client.hincrby(record, "elsewhere_since", -30_000)
-    assert elsewhere() == (State.FAILED, None)
+    assert elsewhere() == State.FAILED and client.zscore(keys.DUE, rollout_id) is None
     item = store.get(rollout_id)
     assert (item.attempt, item.error.type, item.drop) == (1, "E", True)
 
@@ -281,23 +284,22 @@ def test_what_this_worker_cannot_do_waits_longer_each_time_and_fails_when_nobody
 def test_a_rollout_that_merely_waits_is_rung_for_ever_more_rarely(client, store):
     rollout_id = submit(store)
 
-    def rings(count):
-        waits = []
-        for _ in range(count):
+    def rings(*waits_s):
+        for wait_s in waits_s:
             client.zadd("rollouts:due", {rollout_id: 0})
+            began = now(client)
             (item,) = store.overdue()
             assert (item.action, item.stage) == ("send", "init")
-            seconds, micros = client.time()
-            waits.append(client.zscore("rollouts:due", rollout_id) / 1000 - seconds - micros / 1e6)
-        return waits
+            assert began <= client.zscore("rollouts:due", rollout_id) - 1000 * wait_s <= now(client)
 
-    assert rings(6) == pytest.approx([60, 120, 240, 480, MAX_REQUEUE_S, MAX_REQUEUE_S], abs=2)
+    rings(60, 120, 240, 480, MAX_REQUEUE_S, MAX_REQUEUE_S)
     assert store.overdue() == []
     store.finish(claimed(store, Stage.INIT, rollout_id), Finish("handback"))
-    assert rings(2) == pytest.approx([60, 120], abs=2), "it waits anew"
+    rings(60, 120)  # it waits anew
 
 
 def test_time_in_a_queue_is_counted_from_when_it_began_to_wait(client, store):
+    began = now(client)
     rollout_id = submit(store)
     record = keys.record(rollout_id)
     client.hincrby(record, "since", -10_000)
@@ -307,7 +309,8 @@ def test_time_in_a_queue_is_counted_from_when_it_began_to_wait(client, store):
     client.hincrby(record, "since", -1_000)
     claimed(store, Stage.RUN, rollout_id)
     spent = store.get(rollout_id).stage_seconds
-    assert (spent["queued"], spent["init"]) == (pytest.approx(11, abs=4), pytest.approx(20, abs=4))
+    took_s = (now(client) - began) / 1000
+    assert 11 <= spent["queued"] <= 11 + took_s and 20 <= spent["init"] <= 20 + took_s
 
 
 def test_a_cancel_flag_wins_over_the_next_stage_but_not_over_the_end(store):
