@@ -28,6 +28,13 @@ def nothing_left(server):
     server.client.flushall()
 
 
+@pytest.fixture
+def long_lock(monkeypatch):
+    """Settings whose lock lasts for half a lease, which is minutes."""
+    monkeypatch.setattr("workers.chores.reaper.LOCK_S", 1000.0)
+    return {"lease_s": 240.0, "reaper_interval_s": 0.2}
+
+
 def reaper_of(server, owner, **settings):
     settings = Settings(redis_url=server.url, **settings)
     client = connect(server.url)
@@ -41,11 +48,11 @@ def submit(store, *ids):
     store.submit([NewRollout(rollout_id, rollout_id, 0, request, body, "digest") for rollout_id in ids])
 
 
-def test_a_dead_reaper_s_lock_is_gone_before_the_leases_of_the_dead_worker(server):
-    dead, _ = reaper_of(server, "dead", lease_s=4.0, reaper_interval_s=0.2)
-    successor, _ = reaper_of(server, "other", lease_s=4.0, reaper_interval_s=0.2)
+def test_a_dead_reaper_s_lock_is_gone_before_the_leases_of_the_dead_worker(server, long_lock):
+    dead, successor = (reaper_of(server, name, **long_lock)[0] for name in ("dead", "other"))
     assert dead.election.won() and not successor.election.won()
-    assert 0 < server.client.pttl(keys.REAPER_LOCK) <= 2000
+    assert 0 < server.client.pttl(keys.REAPER_LOCK) <= 120_000
+    server.client.pexpire(keys.REAPER_LOCK, 200)
     wait_until(successor.election.won, 120, "the other one to be elected")
     assert not dead.election.won()
 
@@ -185,12 +192,12 @@ def test_workers_that_died_long_ago_are_forgotten(server):
     assert fleet.alive()["run"] == ["living"]
 
 
-def test_where_the_clock_went_back_what_is_dead_does_not_live_for_hours(server):
+def test_where_the_clock_went_back_what_is_dead_does_not_live_for_hours(server, long_lock):
     """Its times are ahead of now, and so is the end of its lock."""
     server.client.set(keys.REAPER_LOCK, "dead", px=7_200_000)
-    reaper, _ = reaper_of(server, "reaper", lease_s=4.0, reaper_interval_s=0.2)
+    reaper, _ = reaper_of(server, "reaper", **long_lock)
     assert not reaper.election.won()
-    assert 0 < server.client.pttl(keys.REAPER_LOCK) <= 2000
+    assert 0 < server.client.pttl(keys.REAPER_LOCK) <= 120_000
     fleet = FleetStore(server.client)
     server.client.zadd(keys.workers("run"), {"dead": _now(server) / 1000 + 7200})
     fleet.announce("living", ["run"])
