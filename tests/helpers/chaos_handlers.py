@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from rollout.trajectory import Chain, FinishReason, Message, Segment
+from sandbox.client import SandboxClient
 from workers.handlers.base import EVERY_STAGE, AgentHandler, EvalContext, InitContext, Reward, RunContext
 
 LOOK_S = 0.05
@@ -46,6 +47,26 @@ class Gated(AgentHandler[GatedTask]):
     async def evaluate(self, ctx: EvalContext[GatedTask]) -> Reward:
         await self._pass("eval", ctx)
         return Reward(ctx.task.reward)
+
+
+class GatedCommand(Gated):
+    """The same with a command in a sandbox, which runs for as long as RUN stands at its gate."""
+
+    name = "gated_command"
+    uses_sandbox = True
+
+    async def init(self, ctx: InitContext[GatedTask]) -> None:
+        await AgentHandler.init(self, ctx)
+        await super().init(ctx)
+
+    async def run(self, ctx: RunContext[GatedTask]) -> FinishReason:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(ctx.sandbox.bash("until [ -e go ]; do sleep 0.1; done", 600.0))
+            await self._pass("run", ctx)
+            # The other client does one thing after the other.
+            async with SandboxClient(ctx.sandbox.address) as another:
+                await another.write_file("go", b"")
+        return FinishReason.STOP
 
 
 class NumberedTask(BaseModel):
@@ -129,4 +150,4 @@ class Misbehaves(AgentHandler[BadTask]):
             _LEAKED.extend(b"x" * (1 << 20) for _ in range(LEAK_MB))
 
 
-all_handlers = [Gated, Misbehaves, Numbered]
+all_handlers = [Gated, GatedCommand, Misbehaves, Numbered]

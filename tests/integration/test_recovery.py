@@ -44,6 +44,15 @@ def run_worker(spare):
     return spare.start_worker("run")
 
 
+def runs_a_command(stack, gates):
+    """The id of a rollout whose command runs in its sandbox until the gate of RUN is opened."""
+    for stage in ("init", "eval"):
+        (gates / stage).touch()
+    (new,) = stack.client.submit(RolloutRequest(handler="gated_command", task={"gates": str(gates)}))
+    wait_until((gates / f"run.{new.id}").exists, PATIENCE_S, "its RUN to stand at the gate")
+    return new.id
+
+
 def wait_for_state(stack, rollout_id, state):
     return wait_until(
         lambda: stack.client.get(rollout_id, include="summary").state is state, PATIENCE_S, f"state {state}"
@@ -75,12 +84,12 @@ def test_a_lost_message_is_sent_again(spare, run_worker, tmp_path):
     assert item.state is State.COMPLETED and item.reward == 1.0 and item.attempt == 1
 
 
-def test_a_killed_worker_costs_an_attempt_and_not_the_rollout(spare, run_worker):
-    (new,) = spare.client.submit(RolloutRequest(handler="in_tool", task={"command": "sleep 3"}))
-    wait_for_state(spare, new.id, State.RUNNING)
+def test_a_killed_worker_costs_an_attempt_and_not_the_rollout(spare, run_worker, tmp_path):
+    rollout_id = runs_a_command(spare, tmp_path)
     run_worker.kill()
+    (tmp_path / "run").touch()
     spare.start_worker("run", "run-second")
-    item = spare.client.wait(new.id, timeout=PATIENCE_S)
+    item = spare.client.wait(rollout_id, timeout=PATIENCE_S)
     assert item.state is State.COMPLETED and item.attempt == 2 and item.reward == 1.0
     assert [event.state for event in item.timeline].count(State.RUNNING) == 2
     wait_until(lambda: leftovers(spare.sandbox_dir) == [], 120, "both sandboxes to be gone")
@@ -100,14 +109,13 @@ def test_a_stopping_worker_hands_its_rollouts_back(spare, run_worker, tmp_path):
     assert item.state is State.COMPLETED and item.attempt == 1, "handing back uses no attempt up"
 
 
-def test_a_killed_sandbox_host_costs_no_attempt(spare, run_worker):
+def test_a_killed_sandbox_host_costs_no_attempt(spare, run_worker, tmp_path):
     """Commands go on without it, and the next host takes the sandboxes over."""
-    task = {"command": "for i in $(seq 30); do sleep 0.1; done"}
-    (new,) = spare.client.submit(RolloutRequest(handler="in_tool", task=task))
-    wait_for_state(spare, new.id, State.RUNNING)
+    rollout_id = runs_a_command(spare, tmp_path)
     host = SyncHostClient(spare.sandbox_dir)
     os.kill(host.stats()["pid"], signal.SIGKILL)
-    item = spare.client.wait(new.id, PATIENCE_S)
+    (tmp_path / "run").touch()
+    item = spare.client.wait(rollout_id, PATIENCE_S)
     assert (item.state, item.attempt, item.reward) == (State.COMPLETED, 1, 1.0)
     assert host.stats()["adopted"] == 1
     wait_until(lambda: leftovers(spare.sandbox_dir) == [], 120, "the sandbox to be gone")
