@@ -318,18 +318,25 @@ def test_a_worker_refuses_an_unfit_redis(service):
 
 
 def test_a_failover_by_sentinel_loses_nothing_that_was_acknowledged(tmp_path):
+    env = {"ROLLOUT_LEASE_S": "30", "ROLLOUT_HANDLERS": "tests.helpers.chaos_handlers:Gated"}
+    gates = tmp_path / "gates"
+    gates.mkdir()
+    for stage in ("init", "eval"):
+        (gates / stage).touch()
     with (
         tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as sandboxes,
         RedisGroup(tmp_path) as group,
-        Stack(tmp_path, Path(sandboxes), {"ROLLOUT_LEASE_S": "30"}, redis=group) as stack,
+        Stack(tmp_path, Path(sandboxes), env, redis=group) as stack,
     ):
         stack.start_worker("init,run,eval", "all")
-        (slow,) = stack.client.submit(RolloutRequest(handler="noop", task={"run_s": 4.0, "reward": 0.5}))
-        wait_until(lambda: stack.client.get(slow.id).state is State.RUNNING, 120, "it to run")
+        task = {"gates": str(gates), "reward": 0.5}
+        (slow,) = stack.client.submit(RolloutRequest(handler="gated", task=task))
+        wait_until((gates / f"run.{slow.id}").exists, 120, "it to run")
         ids, thread = flood(stack.url, 50)
         wait_until(lambda: len(ids) >= 10, 120, "some to be acknowledged")
         thread.join()
         old = group.kill_master()
+        (gates / "run").touch()
         after, thread = flood(stack.url, 50)
         thread.join()
         ended = wait_for_all(stack, [slow.id, *ids, *after])
