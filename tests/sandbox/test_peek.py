@@ -75,7 +75,7 @@ def test_programs_are_seen_too(client, peek):
     assert sorted(piece["text"].split()) == ["err", "out"]
 
 
-def test_cells_of_ipython_are_seen_too(client, peek, request):
+def test_cells_of_ipython_are_seen_too(client, sandbox, peek, request):
     try:
         client.ipython("1")
     except SandboxRequestError as error:
@@ -83,8 +83,11 @@ def test_cells_of_ipython_are_seen_too(client, peek, request):
         request.node.add_marker(pytest.mark.may_skip)
         pytest.skip("only the image is sure to have a kernel")
     peek.look()
-    cell = THREADS.submit(client.ipython, "print('hello', flush=True)\nimport time; time.sleep(1)\n6*7")
+    code = "import os, time\nprint('hello', flush=True)\nwhile not os.path.exists('go'): time.sleep(0.05)\n6*7"
+    cell = THREADS.submit(client.ipython, code)
     assert look_until(peek, "hello")[-1]["kind"] == "ipython"
+    with SyncSandboxClient(sandbox.socket) as second:
+        second.write_file("go", "")
     assert "42" in look_until(peek, "42")[-1]["text"]
     assert "42" in cell.result().output
 
