@@ -36,8 +36,8 @@ def test_a_port_whose_owner_still_ends_is_waited_for():
     with socket.create_server(("127.0.0.1", 0)) as owner:
         port = owner.getsockname()[1]
         end = threading.Timer(0.5, owner.close)
-        end.start()
         assert not port_is_free("127.0.0.1", port)
+        end.start()
         await_freed("127.0.0.1", port)
         assert port_is_free("127.0.0.1", port)
         end.join()
