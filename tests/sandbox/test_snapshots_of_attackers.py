@@ -33,15 +33,19 @@ def wake():
     while True: os.kill(-1, signal.SIGCONT)
 for _ in range(4): threading.Thread(target=wake).start()' & yes >/dev/null""",
     "pipes": "mkfifo p; ln p q; cat <p",
-    # Who has a timer wake him is stopped and runs, and is stopped again when one looks.
+    # Who has a timer wake him is stopped and runs, and is stopped again when one looks. One timer would be
+    # lost where the host stops him before he has come to set it anew.
     "wakes": r"""head -c 60M /dev/zero >z; python3 -c '
 import ctypes, os, signal
 class Event(ctypes.Structure):
     _fields_ = [("v", ctypes.c_void_p), ("signal", ctypes.c_int), ("rest", ctypes.c_int * 13)]
-kind, timer, soon = Event(None, signal.SIGCONT), ctypes.c_void_p(), (ctypes.c_long * 4)(0, 0, 0, 20_000_000)
-libc = ctypes.CDLL(None)
-libc.timer_create(1, ctypes.byref(kind), ctypes.byref(timer))
-while not libc.timer_settime(timer, 0, soon, None): os.kill(os.getpid(), signal.SIGSTOP)
+libc, kind, timers = ctypes.CDLL(None), Event(None, signal.SIGCONT), [ctypes.c_void_p() for _ in range(40)]
+for timer in timers: libc.timer_create(1, ctypes.byref(kind), ctypes.byref(timer))
+while True:
+    for number, timer in enumerate(timers, 1):
+        libc.timer_settime(timer, 0, (ctypes.c_long * 4)(0, 0, 0, number * 20_000_000), None)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    open("woken", "w").close()
 '""",
 }
 
@@ -53,6 +57,8 @@ def test_no_agent_that_is_busy_wins(shared_state, anything, kind):
     info = host.start(SandboxSpec(runtime=anything, limits=Limits(processes=100)))
     with SyncSandboxClient(info.socket) as client:
         client.bash(f"({BUSY[kind]}) >/dev/null 2>&1 & sleep 0.5")
+        if kind == "wakes":  # who has no timer yet stands still
+            assert client.bash("until [ -e woken ]; do sleep 0.1; done").exit_code == 0
         taken = 0
         for number in range(3):
             try:
