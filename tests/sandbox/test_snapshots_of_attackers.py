@@ -189,8 +189,9 @@ def test_who_begins_with_the_bash_of_an_agent_is_stopped_with_all_that_it_began(
         client.write_file("/usr/local/sbin/bash", bash, 0o755)
         host.snapshot(info.id, "first")
     begun = host.start(SandboxSpec(snapshot="first"))
+    made = "until test -e /workspace/beat; do sleep 0.1; done"
     with SyncSandboxClient(begun.socket) as client:
-        assert client.bash("test -e /workspace/beat").exit_code == 0, "the bash that was begun is the agent's"
+        assert client.bash(made).exit_code == 0, "the bash that was begun is the agent's"
         host.snapshot(begun.id, "second", ends=True)
     written = host.state / "scratch" / begun.id / "workspace" / "beat"
     before = written.read_bytes(), written.stat().st_mtime_ns
