@@ -80,8 +80,7 @@ def test_release_leaves_no_process_socket_or_file(state, host, runtime):
     with SyncSandboxClient(info.socket) as client:
         client.bash(STUBBORN)
         client.bash("mkdir -p closed/in && touch closed/in/f && chmod 000 closed/in closed")
-        pids = processes_of(info.pid)
-        assert len(pids) >= 8
+        pids = until(lambda: processes_of(info.pid), lambda pids: len(pids) >= 8)
         assert host.release(info.id)
         assert_gone(state, info, pids)
         with pytest.raises(SandboxGone):
