@@ -83,8 +83,8 @@ def test_cells_of_ipython_are_seen_too(client, sandbox, peek, request):
         request.node.add_marker(pytest.mark.may_skip)
         pytest.skip("only the image is sure to have a kernel")
     peek.look()
-    code = "import os, time\nprint('hello', flush=True)\nwhile not os.path.exists('go'): time.sleep(0.05)\n6*7"
-    cell = THREADS.submit(client.ipython, code)
+    gate = "import os, time\nwhile not os.path.exists('go'): time.sleep(0.05)"
+    cell = THREADS.submit(client.ipython, f"print('hello', flush=True)\n{gate}\n6*7")
     assert look_until(peek, "hello")[-1]["kind"] == "ipython"
     with SyncSandboxClient(sandbox.socket) as second:
         second.write_file("go", "")
