@@ -19,6 +19,7 @@ from sandbox.errors import SandboxAhead, SandboxRequestError, SandboxTaken
 from sandbox.layer import Layer
 from tests.helpers.blocking import SyncHostClient, exchange, sandbox_of
 from tests.helpers.sandboxes import server_modules
+from tests.helpers.stack import wait_until
 from tests.sandbox.test_ledger import Notebook, cancelled
 
 pytestmark = pytest.mark.apptainer
@@ -111,8 +112,9 @@ def test_processes_that_are_lost_are_told_of_and_a_kernel_without_variables_is_n
         assert not any(state_of(info)["jobs"] for _ in range(10)), "a kernel that starts is not the agent's"
     agent.ipython("x = 1")
     agent.bash("sleep 1000 &")
-    agent.bash("(sleep 0.2; echo later) & cd .")
-    time.sleep(0.5)
+    agent.bash("(until [ -e /tmp/go ]; do sleep 0.05; done; echo later; touch /tmp/said) & cd .")
+    agent.write_file("/tmp/go", "")
+    wait_until(lambda: agent.stat("/tmp/said").kind, WAIT_S, "the job to speak")
     state = state_of(used)
     assert state["jobs"] and state["kernel"]["lost"] and state["env"] == {"GIVEN": "by init"}
     restore(fresh, state)
@@ -139,7 +141,7 @@ def test_a_shell_that_cannot_be_asked_leaves_its_directory_and_what_was_set_up(p
         copied.send_input("more")
     result = copied.bash('pwd; echo "$MINE$GIVEN"')
     assert result.shell_restarted and result.output == "/workspace/d\nby init\n"
-    assert agent.send_input("still", quiet_timeout=0.3).output.endswith("still\n")
+    assert agent.send_input("still", WAIT_S).output.endswith("still\n")
 
 
 def test_a_dead_shell_and_a_function_that_no_bash_reads_again_are_told_of(pair):
