@@ -45,7 +45,7 @@ while True:
     for number, timer in enumerate(timers, 1):
         libc.timer_settime(timer, 0, (ctypes.c_long * 4)(0, 0, 0, number * 20_000_000), None)
     os.kill(os.getpid(), signal.SIGSTOP)
-    open("woken", "w").close()
+    os.path.exists("woken") or os.mkdir("woken")
 '""",
 }
 
