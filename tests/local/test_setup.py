@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import termios
-import time
 
 import psutil
 import pytest
@@ -124,6 +123,7 @@ SLOW = """
 mktemp -d >"$ROLLOUT_HOME/made"
 echo "Collecting something with a name that is longer than a line of a terminal has room for, as pip does"
 sleep "$SLEEP"
+while [ -e "$ROLLOUT_HOME/held" ]; do sleep 0.1; done
 touch "$ROLLOUT_HOME/installed"
 """
 
@@ -163,19 +163,26 @@ def set_up(tmp_path):
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_a_setup_tells_what_it_does_and_a_second_one_whom_it_waits_for(set_up):
+def test_a_setup_tells_what_it_does_and_a_second_one_whom_it_waits_for(set_up, tmp_path):
     controller, terminal = pty.openpty()
     termios.tcsetwinsize(terminal, (24, 80))
-    first = set_up(11)
-    time.sleep(1)
-    second = set_up(11, terminal)
+    home, seconds = tmp_path / "home", 0
+    home.mkdir()
+    (home / "held").touch()
+    first = set_up(0)
+    wait_until((home / "made").exists, 120, "the first to be at work")
+    second = set_up(0, terminal)
     os.close(terminal)
     for _ in range(2):
         with in_time(10.0, 60.0):
             # On a busy machine the first one may come before the step has said anything.
             line = next(line for line in first.stdout if "Collecting" in line)
-        assert re.fullmatch(r"setup: python +\d+ s  Collecting something with .*…\n", line), line
-    assert re.match(r"setup: python +1\d s\n", first.communicate(timeout=240)[0]) and first.returncode == 0
+        told = re.fullmatch(r"setup: python +(\d+) s  Collecting something with .*…\n", line)
+        assert told and int(told[1]) > seconds, line
+        seconds = int(told[1])
+    (home / "held").unlink()
+    whole = re.match(r"setup: python +(\d+) s\n", first.communicate(timeout=240)[0])
+    assert int(whole[1]) >= seconds and first.returncode == 0
     assert second.wait(60) == 0
     drawn = os.read(controller, 1 << 16).decode()
     assert f"setup: python: waits for another set-up: process {first.pid} of " in drawn, drawn
