@@ -25,6 +25,7 @@ from sandbox.spec import SandboxInfo, SandboxSpec
 from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
 from tests.helpers.sandboxes import never_begun
 from tests.sandbox.conftest import THREADS, run, why_not
+from tests.sandbox.test_host import inside, until
 
 # What an agent can leave behind, in a directory of its own and among the image's.
 TREE = r"""
@@ -175,12 +176,14 @@ def test_a_whole_tree_is_the_same_copied_and_packed(host, shared):
 def test_what_runs_goes_on_as_if_nothing_had_been(host):
     """Also a command in the foreground, which a shell that ran before it would take for suspended."""
     info = host.start(SandboxSpec(runtime="apptainer"))
-    many = " | ".join(["sleep 9"] * 60)  # for 3 s the server waits for what it can ask the shell
+    many = " | ".join(["sleep 900"] * 60)  # for 3 s the server waits for what it can ask the shell
     with SyncSandboxClient(info.socket) as client:
         client.bash("sleep 1000 & sleep 1001 & kill -STOP %1; sleep 0.1")
-        command = THREADS.submit(client.bash, f"{many} | cat; echo $?")
-        time.sleep(0.7)
+        command = THREADS.submit(client.bash, f"{many} | cat; echo $?", 900)
+        until(lambda: inside(info, "sleep 900"), lambda pids: len(pids) == 60)
         assert host.snapshot(info.id, "s").seconds < 3 and not command.done()
+        for pid in inside(info, "sleep 900"):
+            os.kill(pid, signal.SIGTERM)
         result = command.result()
         assert (result.output, result.exit_code, result.suspended) == ("0\n", 0, False)
         jobs = client.bash("jobs").output
