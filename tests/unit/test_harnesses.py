@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from rollout.schema import RolloutRequest
 from rollout.trajectory import FinishReason, Message
 from services.settings import Settings
+from tests.helpers.stack import wait_until
 from workers.errors import TaskError
 from workers.handlers.base import AgentHandler
 from workers.handlers.calculator import Calculator
@@ -213,7 +214,7 @@ NPM = """#!/bin/sh
 # A stand-in: npm install --prefix PLACE …
 echo "$@" >>"$NPM_CALLS"
 case "$*" in *broken*) echo "npm error 404 no such package" >&2; exit 1 ;; esac
-sleep "${NPM_SLEEPS:-0}"
+while [ -e "${NPM_HELD:-/none}" ]; do sleep 0.05; done
 mkdir -p "$3/node_modules/node/bin" "$3/node_modules/.bin"
 echo node >"$3/node_modules/node/bin/node"
 echo program >"$3/node_modules/.bin/program"
@@ -296,16 +297,21 @@ def test_what_fails_tells_its_output_and_leaves_what_was_there(calls):
     pack.require(Program())
 
 
-def test_two_builds_at_once_install_once(calls, monkeypatch):
-    monkeypatch.setenv("NPM_SLEEPS", "0.5")
+def test_two_builds_at_once_install_once(calls, monkeypatch, tmp_path):
+    waits, held = "another build is under way; waiting for it", tmp_path / "held"
+    held.touch()
+    monkeypatch.setenv("NPM_HELD", str(held))
     heard: list[str] = []
     threads = [threading.Thread(target=pack.build, args=(Program(), heard.append)) for _ in range(3)]
     for thread in threads:
         thread.start()
+    try:
+        wait_until(lambda: heard.count(waits) == 2, 60, "the others to wait for the first")
+    finally:
+        held.unlink()
     for thread in threads:
         thread.join()
-    assert len(calls()) == 2
-    assert heard.count("another build is under way; waiting for it") == 2
+    assert len(calls()) == 2 and heard.count(waits) == 2
     pack.require(Program())
 
 
