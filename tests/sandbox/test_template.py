@@ -18,7 +18,7 @@ from sandbox.equipment import Equipment
 from sandbox.errors import ImageError, SandboxStartError
 from sandbox.runtimes import template as template_module
 from sandbox.runtimes.apptainer import MOST_FAILURES
-from sandbox.runtimes.template import ANSWER_S, Clone
+from sandbox.runtimes.template import Clone
 from sandbox.spec import SandboxInfo, SandboxSpec
 from tests.helpers.blocking import SyncHostClient, SyncSandboxClient
 from tests.helpers.sandboxes import leftovers
@@ -90,13 +90,12 @@ def test_one_that_hangs_holds_up_only_who_waits_for_it(state):
     infos: list[SandboxInfo] = []
     waiting = threading.Thread(target=lambda: infos.append(host.start(SPEC)))
     waiting.start()
-    slowest = 0.0
+    answers = 0
     while waiting.is_alive():
-        asked = time.monotonic()
         host.stats()
-        slowest = max(slowest, time.monotonic() - asked)
+        answers += 1
         time.sleep(0.05)
-    assert slowest < ANSWER_S * 0.5  # whom it held up would have waited as long as the start
+    assert answers > 20  # whom it held up would have waited as long as the start
     assert "without a template" in (state / "host.log").read_text()
     infos.append(host.start(SPEC))
     assert all(map(works, infos)) and template_of(state) != template
@@ -359,10 +358,11 @@ def test_a_clone_that_ends_amid_its_mounts_is_its_own_failure(node):
 
 
 def test_a_slow_disk_costs_nobody_the_template(node, monkeypatch):
-    node.change("    trees = [", "    import time\n    time.sleep(4)\n    trees = [")
+    slow = '    if os.path.exists("slow"):\n        __import__("time").sleep(4)\n'
+    node.change("    trees = [", f"{slow}    trees = [")
+    node.clone()[1].close()  # the template's own start has all its time
+    (node.state / "template/slow").touch()
     monkeypatch.setattr(template_module, "ANSWER_S", 2.0)
-    node.runtime._template_of(node.launch())._connected()
-    wait_until(lambda: processes_of(node.state), END_S, "the template")
     process, stdin = node.clone()
     stdin.close()
     assert ends(process)
