@@ -19,7 +19,7 @@ from sandbox.errors import SandboxSpoiled
 from services.settings import Settings
 from services.state.tenants import Tenant
 from tests.helpers.others import Source, broken, played, said
-from workers import inprocess
+from workers import inprocess, patience
 from workers.agent import others as others_module
 from workers.agent.replay import Action
 from workers.errors import AgentFault, InfrastructureError, ModelError
@@ -149,9 +149,12 @@ def test_without_a_backend_of_the_policy_nothing_is_scored():
 
 def test_a_time_limit_that_passes_in_a_call_to_another_policy_is_not_the_agents():
     async def hang() -> None:
+        # Now, and not before the agent has come to this call.
+        for clock in patience._running.get():
+            clock._reschedule(asyncio.get_running_loop().time())
         await asyncio.sleep(60)
 
-    limits = Limits(max_attempts=1, run_timeout_s=0.3)
+    limits = Limits(max_attempts=1, run_timeout_s=50.0)
     done = played(Asks(chat), {"simulator": (other := Source(fails=hang))}, limits=limits)
     assert (done.state, done.drop, done.error.blame) == (State.FAILED, True, Blame.INFRASTRUCTURE)
     assert "'simulator'" in done.error.message and other.released >= 1
