@@ -135,6 +135,9 @@ def test_a_pager_waits_and_is_left(shell):
 
 def test_a_program_that_draws_all_the_time_runs_into_the_time_limit_and_is_left_by_a_key(shell):
     result = shell.bash("while ! read -r -n 1 -t 0.1 key; do echo tick; done", 1, on_timeout="keep")
+    while not result.output:  # it is slow to begin
+        assert result.running and result.timed_out
+        result = shell.send_input("", 1)
     assert result.running
     assert result.timed_out
     assert not result.waiting_for_input
@@ -172,6 +175,8 @@ def test_input_that_the_command_does_not_read_is_not_run_as_a_command(shell):
 
 def test_silence_and_the_time_limit_leave_a_command_running(shell):
     result = shell.bash("echo begun; sleep 1000", 60, on_timeout="keep", quiet_timeout=2)
+    while not result.output and result.running:  # it is slow to begin
+        result = shell.send_input("", 60, quiet_timeout=2)
     assert (result.output, result.running, result.timed_out) == ("begun\n", True, False)
     assert not result.waiting_for_input
     result = shell.send_input("", 0.2)
