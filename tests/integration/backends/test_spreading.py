@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ import pytest
 
 from services.state import keys
 from services.state.backends.store import BackendStore, PlacementPolicy
+from services.state.scripts import commands
 from tests.helpers.heap import Heap, home, loads, put
 
 # -- spreading ---------------------------------------------------------------------------------
@@ -231,8 +233,12 @@ def test_those_who_wait_are_told_of_room_and_nobody_else_is(client, event):
     channel.subscribe(keys.BACKEND_ROOM_CHANNEL)
     ROOM["one has other weights"](heap)
     assert messages(channel, 0) == [], "nobody waits"
-    assert heap.acquire("r2", tokens=2000, policy_version="v9").word == "none"
-    assert 0 < client.pttl("backends:waited") <= 5000, "who has given up is forgotten"
+    with client.pipeline() as at_once:
+        for command in commands([BackendStore.acquire(heap, "r2", tokens=2000, policy_version="v9")]):
+            at_once.execute_command(*command)
+        refused, left, _ = at_once.pttl("backends:waited").persist("backends:waited").execute()
+    assert json.loads(refused)["word"] == "none"
+    assert 0 < left <= 5000, "who has given up is forgotten"
     ROOM[event](heap)
     told = messages(channel, 1)
     assert {(message["channel"], message["data"]) for message in told} == {(keys.BACKEND_ROOM_CHANNEL, "")}
