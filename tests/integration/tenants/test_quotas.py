@@ -129,7 +129,8 @@ def test_what_a_tenant_leaves_of_a_minute_is_not_saved_up(world):
     assert world.submit("a", n=10).status_code == 202
     world.redis.hincrby("tenant:a:bucket", "at", -50_000)
     assert world.submit("a", n=60).status_code == 202
-    assert world.submit("a", n=10).status_code == 429
+    # Of the 40 that would be saved up, so that no slow machine earns them anew.
+    assert world.submit("a", n=40).status_code == 429
 
 
 def test_a_thousand_rollouts_are_a_call_and_one_more_is_refused(world):
