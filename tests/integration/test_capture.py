@@ -152,10 +152,11 @@ def test_a_repeated_call_is_sampled_once(world: CaptureWorld):
 def test_a_program_that_went_away_gets_the_same_answer_when_it_comes_again(world: CaptureWorld):
     rollout_id, access = world.submit()
     messages = asks(["echo 1", "! done"])
-    with world.slow_engine():
+    with world.slow_engine(factor=2000.0):
         with pytest.raises(openai.APITimeoutError):
             chat(openai_client(access, timeout=1), messages)
         world.await_departure(rollout_id)
+        world.slow(1.0)
         first = chat(openai_client(access), messages)
     assert follow(openai_client(access), answered(messages, first)) == "done"
     world.finish(access)
@@ -554,14 +555,16 @@ def test_a_program_that_never_calls_the_model_or_cannot_start_is_no_reward(world
 def test_new_weights_in_mid_call_are_not_seen_by_the_program_and_told_of_every_token(world, mode):
     rollout_id, access = world.submit()
     plan = ["! " + "a word and another one " * 60]
-    with world.slow_engine(factor=20.0), ThreadPoolExecutor(1) as pool:
+    # Half a minute for the call, were it not for the new weights, however late these are.
+    with world.slow_engine(factor=1000.0), ThreadPoolExecutor(1) as pool:
         sampled = world.sampled_tokens()
         program = pool.submit(stubborn, access, plan)
-        wait_until(lambda: world.sampled_tokens() > sampled + 10, 60, "the engine to be in mid-call")
+        wait_until(lambda: world.sampled_tokens() > sampled + 3, 60, "the engine to be in mid-call")
         httpx.post(f"{world.engine}/pause", params={"mode": mode})
         httpx.post(f"{world.engine}/update_weight_version", json={"new_version": f"step-{mode}"})
         world.know_version(f"step-{mode}")
         httpx.post(f"{world.engine}/resume")
+        world.slow(1.0)
         assert program.result(60) == plan[0].removeprefix("! ").rstrip()
     world.finish(access)
     rollout = world.ended(rollout_id)
