@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import httpx
@@ -150,6 +153,31 @@ class CaptureWorld:
                 held.add(call_id)
         assert len(held) == rollout.trajectory.receipt.calls
         return len(held)
+
+
+GATE = f"sleep 600.{os.getpid()}"
+"""A step of a plan behind which a program in a sandbox comes only while the `gate_is_open`."""
+
+
+@contextmanager
+def gate_is_open() -> Iterator[None]:
+    """Meanwhile each `GATE` is ended as soon as it is there: no machine is too slow or too fast for it."""
+    closing, words = Event(), [word.encode() for word in GATE.split()]
+
+    def end_all() -> None:
+        while not closing.wait(0.1):
+            for file in Path("/proc").glob("[0-9]*/cmdline"):
+                with suppress(OSError):
+                    if file.read_bytes().split(b"\0")[:-1] == words:
+                        os.kill(int(file.parent.name), signal.SIGTERM)
+
+    ending = Thread(target=end_all)
+    ending.start()
+    try:
+        yield
+    finally:
+        closing.set()
+        ending.join()
 
 
 def _calls(chain: Chain) -> Iterator[tuple[str, list[int], list[int]]]:

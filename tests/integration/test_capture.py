@@ -23,7 +23,7 @@ from rollout.schema import Agent, Limits, Rollout, RolloutRequest, SamplingParam
 from rollout.suites import harbor
 from rollout.trajectory import FinishReason
 from services.capture.serving import STOPPED
-from tests.helpers.capture import CaptureWorld
+from tests.helpers.capture import GATE, CaptureWorld, gate_is_open
 from tests.helpers.harbor_tasks import NO_NETWORK, write_task
 from tests.helpers.lazy import Lazy
 from tests.helpers.long_forms import CAPTURE
@@ -491,14 +491,16 @@ def test_what_is_killed_in_mid_stream_costs_a_retry_and_nothing_else(world: Capt
 
 
 def test_a_program_outlives_the_worker_of_run(world: CaptureWorld):
-    plan = ["echo $((1 + 1)) >> a", "cat a", "sleep 1", "cat a", "! it is 2"]
-    undisturbed = world.ended(in_sandbox(world, plan))
+    plan = ["echo $((1 + 1)) >> a", "cat a", GATE, "cat a", "! it is 2"]
+    with gate_is_open():
+        undisturbed = world.ended(in_sandbox(world, plan))
     assert undisturbed.reward == 1.0
     with world.slow_engine(factor=100.0):
         rollout_id = in_sandbox(world, plan)
         world.await_calls(rollout_id, 2)
         world.replace_run_worker()
-        rollout = world.ended(rollout_id, 120)
+        with gate_is_open():
+            rollout = world.ended(rollout_id, 120)
     assert (rollout.state, rollout.reward, rollout.attempt) == (State.COMPLETED, 1.0, 1), rollout.error
     assert rollout.resumed == 1
     assert tree_of(rollout) == tree_of(undisturbed)
