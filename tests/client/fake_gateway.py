@@ -123,8 +123,8 @@ class _Handler(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
-        self.fake.calls.append((self.command, parts.path))
         fault = self.fake.faults.pop(0) if self.fake.faults else None
+        self.fake.calls.append((self.command, parts.path))  # by then it has met its fault
         if fault == "drop":
             self.close_connection = True
             return

@@ -14,6 +14,7 @@ from rollout.errors import problems_of
 from rollout.schema import Limits, ResultPage, RolloutRequest, State
 from rollout.schema.base import FieldError, Problem
 from rollout.schema.policy import PolicyRequest
+from tests.helpers.stack import wait_until
 
 
 def request(**fields) -> RolloutRequest:
@@ -81,10 +82,17 @@ def test_an_answer_that_is_no_problem_document_is_shown(gateway, client):
 
 def test_a_gateway_that_goes_away_is_told_of_with_the_rollouts_that_go_on(gateway):
     gateway.finish_at_once = False
-    with Client(gateway.url, timeout=2.0, retry_for=0.5) as client:
+    asks = ("GET", "/v1/results")
+
+    def go_away():
+        # Once for the cursor and once for what ends: that call is answered, and nobody who comes after it.
+        wait_until(lambda: gateway.calls.count(asks) >= 2, 120, "the client to wait")
+        gateway.faults.extend(["drop"] * 100)
+        gateway.finish("held.0")
+
+    with Client(gateway.url, retry_for=0.5) as client:
         rollouts = client.rollouts(RolloutRequest(handler="noop", id="held", n=8))
-        threading.Timer(1.0, lambda: gateway.faults.extend(["drop"] * 100)).start()
-        threading.Timer(1.2, lambda: gateway.finish("held.0")).start()
+        threading.Thread(target=go_away).start()
         with pytest.raises(Unavailable, match=r"7 rollouts go on, among them held\.1, held\.2,") as raised:
             list(rollouts)
     assert raised.value.pending == [f"held.{index}" for index in range(1, 8)]
