@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,9 +18,11 @@ from rollout.batch import BatchRequest
 from rollout.client import Client
 from rollout.schema import Origin, Rollout, RolloutRequest
 from services.gateway.auth import CACHE_S
+from services.state import keys
 from services.state.api_keys import KeyStore, Scope
 from services.state.redis import connect
 from tests.helpers import page_policy, page_records
+from tests.helpers.blocking import SyncSandboxClient
 from tests.helpers.fake_engine import fake_engine
 from tests.helpers.keys import KEY, http
 from tests.helpers.page_policy import bash, use
@@ -83,6 +86,13 @@ class PageWorld:
         rollout_id = self.submit("in_tool", task={"command": command}, **fields)
         wait_until(lambda: self.client.get(rollout_id).state == "running", 120, "the rollout to run")
         return rollout_id
+
+    def write(self, rollout_id: str, path: str) -> None:
+        """An empty file in the sandbox of a rollout that runs."""
+        with connect(self.stack.redis.url) as redis:
+            address = json.loads(redis.hget(keys.record(rollout_id), "sandbox"))["socket"]
+        with SyncSandboxClient(address) as sandbox:
+            sandbox.write_file(path, b"")
 
 
 @contextmanager

@@ -44,9 +44,11 @@ def test_tool_output_comes_as_it_is_printed(open_view, running):
 
 
 def test_a_rollout_that_ends_is_shown_with_its_reward_without_a_reload(open_view, world):
-    rollout_id = world.running("sleep 1; echo the last words")
+    rollout_id = world.running("until [ -e end ]; do sleep 0.1; done; echo the last words")
     page = open_view(f"rollouts/{rollout_id}")
     main = page.get_by_role("main")
+    expect(main.get_by_text("running").first).to_be_visible()
+    world.write(rollout_id, "end")
     expect(main.get_by_text("completed").first).to_be_visible()
     page.get_by_role("tab", name="Reward").click()
     expect(main.get_by_text("cwd_kept").first).to_be_visible()
