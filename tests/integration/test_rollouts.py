@@ -252,5 +252,5 @@ def test_the_deadline_ends_a_rollout_wherever_it_is(stack, client):
     (item,) = client.run([request])
     assert item.state is State.TIMED_OUT and item.drop and item.reward is None
     assert item.error.blame == "timeout"
-    assert item.finished_at - item.created_at < 6
+    assert item.finished_at - item.created_at < 50, "long before the command ends"
     wait_until(lambda: leftovers(stack.sandbox_dir) == [], 120, "the sandbox to be gone")
