@@ -43,7 +43,7 @@ GOOD = 'return {"messages": ["over"], "reward": 1.0, "done": True}'
 def hostile(tmp_path, toy_home, configured):
     """Plays one turn in an environment whose `step` has this body."""
 
-    def play_in(body: str, said: str = "go", *, reusable=True, adapter=ADAPTER, n=1, **env: str):
+    def play_in(body: str, said: str = "go", *, reusable=True, adapter=ADAPTER, n=1, step_s=60.0, **env: str):
         configured(home=str(toy_home), environment_memory_mb="512", **env)
         path = tmp_path / "adapter.py"
         path.write_text(adapter.replace("BODY", body.strip().replace("\n", "\n        ")))
@@ -56,7 +56,7 @@ def hostile(tmp_path, toy_home, configured):
             async def make(self, ctx):
                 return ProcessEnvironment(kind, ctx)
 
-        limits = Limits(max_attempts=1, tool_timeout_s=2.0, max_turns=3)
+        limits = Limits(max_attempts=1, tool_timeout_s=step_s, max_turns=3)
         rollouts = play(Toy(), {}, [Action(content=said)] * 3, limits=limits, n=n)
         return rollouts[0] if n == 1 else rollouts
 
@@ -219,7 +219,7 @@ LOST = {
 @pytest.mark.parametrize("body", LOST.values(), ids=LOST)
 def test_a_process_that_is_lost_is_killed_with_its_children_and_the_failure_may_be_tried_again(hostile, body):
     begun = time.monotonic()
-    rollout = hostile(body)
+    rollout = hostile(body, step_s=2.0)
     assert (rollout.state, rollout.reward, rollout.error.blame) == (State.FAILED, None, "infrastructure")
     assert time.monotonic() - begun < 60
     assert nothing_is_left()
