@@ -11,6 +11,7 @@ import json
 import re
 import secrets
 from functools import cache
+from pathlib import Path
 
 from pydantic import BaseModel
 from tokenizers import Tokenizer
@@ -29,7 +30,8 @@ from workers.agent.tools import (
 )
 from workers.handlers.base import EVERY_STAGE, AgentHandler, EvalContext, InitContext, Reward
 
-_ASKED = re.compile(r"(\d+) lines, pause ([\d.]+)( at a workbench)?")
+_ASKED = re.compile(r"(\d+) lines, pause ([\d.]+)(?:, until \S+ is there)?( at a workbench)?")
+_ENDS = re.compile(r", until (\S+) is there")
 _WRITTEN = re.compile(r"(?m)^wrote \d+$")
 _WORD = re.compile(r"(?:\$n|\{n\}) (\w+)")
 
@@ -38,6 +40,8 @@ class DiaryTask(BaseModel):
     lines: int = 10
     pause_s: float = 0.0
     """What each tool call takes."""
+    until: str = ""
+    """A file: it writes further lines until this is there, so on no machine has it ended before."""
 
 
 class LineArgs(Arguments):
@@ -55,7 +59,8 @@ class Diary(AgentHandler[DiaryTask]):
     repeatable = EVERY_STAGE
 
     def prompt(self, task: DiaryTask) -> list[Message]:
-        return [Message(role="user", content=f"{task.lines} lines, pause {task.pause_s}")]
+        until = f", until {task.until} is there" if task.until else ""
+        return [Message(role="user", content=f"{task.lines} lines, pause {task.pause_s}{until}")]
 
     def number(self, place: int) -> int:
         """Which number the line at this place has, from 0."""
@@ -67,7 +72,8 @@ class Diary(AgentHandler[DiaryTask]):
         said = [f"{self.number(place)} {word}" for place, word in enumerate(words(ctx.trajectory))]
         as_said = file.splitlines() == said
         ctx.metrics |= {"lines": len(file.splitlines()), "as_said": float(as_said)}
-        return Reward(float(as_said and len(said) == ctx.task.lines))
+        enough = len(said) == ctx.task.lines or (ctx.task.until and len(said) > ctx.task.lines)
+        return Reward(float(as_said and enough))
 
 
 class Workbench(Diary):
@@ -157,8 +163,8 @@ def script(prompt: list[int], number: int) -> list[int]:
     """For `fake_engine --script`: the next line, or the end of the diary."""
     text = tokenizer().decode(prompt, skip_special_tokens=False)
     lines, pause, workbench = _ASKED.search(text).groups()
-    written, word = len(_WRITTEN.findall(text)), secrets.token_hex(4)
-    if written >= int(lines):
+    written, word, until = len(_WRITTEN.findall(text)), secrets.token_hex(4), _ENDS.search(text)
+    if written >= int(lines) and (until is None or Path(until[1]).exists()):
         return spoken("finish", {"message": "done"})
     if workbench and written % 2:
         code = f'n = globals().get("n", 0) + 1; print(f"{{n}} {word}", file=open("diary", "a"), flush=True)'

@@ -32,7 +32,9 @@ class Service(Stack):
     """A service with two RUN workers, of which either can go on where the other is gone."""
 
     def __init__(self, directory: Path, sandbox_dir: Path) -> None:
-        super().__init__(directory, sandbox_dir, {"ROLLOUT_HANDLERS": "tests.helpers.diary:all_handlers"})
+        # Few tests wait for its end, and in no other must a busy worker lose one.
+        env = {"ROLLOUT_HANDLERS": "tests.helpers.diary:all_handlers", "ROLLOUT_LEASE_S": "6"}
+        super().__init__(directory, sandbox_dir, env)
         self.host = SyncHostClient(sandbox_dir)
         self.engines = {name: Engine(self, name, diary_engine) for name in ("east", "west")}
         self.started = 0
@@ -68,11 +70,21 @@ class Service(Stack):
     def submit(
         self, lines: int, pause_s: float = 0.0, handler: str = "diary", gates: Path | None = None, **limits
     ):
-        """A diary's id."""
-        task = {"lines": lines, "pause_s": pause_s} | ({"gates": str(gates)} if gates else {})
-        request = RolloutRequest(handler=handler, id=new_id(), task=task, limits={"max_turns": 60} | limits)
-        self.client.submit(request)
-        return request.id
+        """A diary's id. It goes on until the test lets it end, or stands at the gates."""
+        rollout_id = new_id()
+        task = {"lines": lines, "pause_s": pause_s}
+        task |= {"gates": str(gates)} if gates else {"until": str(self._end(rollout_id))}
+        limits = {"max_turns": 400} | limits
+        self.client.submit(RolloutRequest(handler=handler, id=rollout_id, task=task, limits=limits))
+        return rollout_id
+
+    def _end(self, rollout_id: str) -> Path:
+        return self.directory / f"end.{rollout_id}"
+
+    def let_end(self, *rollout_ids: str) -> None:
+        """Diaries have what lines they were asked for, or those that they have written by now."""
+        for rollout_id in rollout_ids:
+            self._end(rollout_id).touch()
 
     def field(self, rollout_id: str, name: str) -> str | None:
         return self.redis.client.hget(f"rollout:{{{rollout_id}}}", name)
@@ -101,6 +113,7 @@ class Service(Stack):
         )
 
     def ended(self, rollout_id: str) -> Rollout:
+        self.let_end(rollout_id)
         wait_until(lambda: self.field(rollout_id, "finished"), PATIENCE_S, f"the end of {rollout_id}")
         return self.client.get(rollout_id)
 
@@ -123,6 +136,22 @@ class Service(Stack):
         """Kill the worker that has it; another one comes in its place."""
         worker = self.holder(rollout_id)
         self.kill(worker)
+        return worker
+
+    def freeze_in_a_tool_call(self, rollout_id: str, asked: int) -> Process:
+        """Stop the worker that has it while the log has all that engines have sampled since `asked`."""
+        worker = self.holder(rollout_id)
+
+        def stands() -> bool:
+            worker.popen.send_signal(signal.SIGSTOP)
+            item = self.client.get(rollout_id)
+            calls = {call["state"] for call in self.calls()}
+            if "running" not in calls and self.done() - asked == item.trajectory.turns:
+                return True
+            worker.popen.send_signal(signal.SIGCONT)
+            return False
+
+        wait_until(stands, PATIENCE_S, "a tool call")
         return worker
 
     def kill_host(self) -> None:
@@ -162,17 +191,16 @@ def nothing_left(service):
     wait_until(lambda: not service.host.list(), PATIENCE_S, "the sandboxes to be gone")
 
 
-def require_whole(item: Rollout, lines: int, attempt: int = 1) -> Rollout:
+def require_whole(item: Rollout, attempt: int = 1) -> Rollout:
     """It was completed, and the sandbox's file is what its trajectory says."""
     assert (item.state, item.reward, item.attempt) == (State.COMPLETED, 1.0, attempt), (
         item.error,
         notes(item),
-        item.artifacts.get("diary"),
         item.trajectory and words(item.trajectory),
     )
-    assert item.metrics["turns"] == lines + 1
+    assert item.metrics["turns"] == item.metrics["lines"] + 1
     calls = [s.call_id for chain in item.trajectory.chains for s in chain.segments if s.sampled]
-    assert len(set(calls)) == lines + 1
+    assert len(set(calls)) == item.metrics["turns"]
     return item
 
 
@@ -188,14 +216,14 @@ def test_a_killed_workers_rollout_goes_on_in_the_middle_of_a_tool_call(service):
     asked = service.done()
     rollout_id = service.submit(lines=12, pause_s=0.4)
     service.await_turns(rollout_id)
-    service.holder(rollout_id).kill()
+    service.freeze_in_a_tool_call(rollout_id, asked).kill()
     backend = service.field(rollout_id, "backend")
-    item = require_whole(service.ended(rollout_id), lines=12)
+    item = require_whole(service.ended(rollout_id))
     assert (
         item.resumed == 1 and "was lost in state running" in notes(item) and "goes on at turn" in notes(item)
     )
     assert item.backend == backend, "its prefix is cached there"
-    assert service.done() - asked == 13, "no token was sampled twice"
+    assert service.done() - asked == item.metrics["turns"], "no token was sampled twice"
 
 
 def test_in_the_middle_of_a_model_call_only_that_call_is_made_again(service):
@@ -222,10 +250,10 @@ def test_in_the_middle_of_a_model_call_only_that_call_is_made_again(service):
         service.kill_holder(rollout_id)
     finally:
         fault("none")
-    item = require_whole(service.ended(rollout_id), lines=6)
+    item = require_whole(service.ended(rollout_id))
     cancelled = [call for call in service.calls() if call["state"] == "cancelled"]
     assert item.resumed == 1 and len(cancelled) == 1 and cancelled[0]["sampled"] == 0
-    assert service.done() - asked == 7, "no other call was made twice"
+    assert service.done() - asked == item.metrics["turns"], "no other call was made twice"
 
 
 def test_wherever_in_a_turn_a_worker_is_killed_its_rollouts_end_as_if_it_were_not(service):
@@ -236,17 +264,19 @@ def test_wherever_in_a_turn_a_worker_is_killed_its_rollouts_end_as_if_it_were_no
         wait_until(lambda: service.turns(rollout_id) > 8, PATIENCE_S, "some turns")  # noqa: B023
     service.kill_holder(ids[0])
     service.of_run(1)
-    items = [require_whole(service.ended(rollout_id), lines=30) for rollout_id in ids]
+    service.let_end(*ids)
+    items = [require_whole(service.ended(rollout_id)) for rollout_id in ids]
     assert sum(item.resumed for item in items) >= 3
 
 
 def test_a_worker_that_sleeps_past_its_lease_does_and_writes_nothing_when_it_wakes(service):
     service.of_run(2)
-    rollout_id = service.submit(lines=22, pause_s=0.3)
+    rollout_id = service.submit(lines=10, pause_s=0.3)
     service.await_turns(rollout_id)
     sleeper = service.holder(rollout_id)
     sleeper.popen.send_signal(signal.SIGSTOP)
     try:
+        service.lose_leases(sleeper)
         service.await_another(rollout_id, sleeper)
         service.await_turns(rollout_id, 4)
         sleeper.popen.send_signal(signal.SIGCONT)
@@ -258,7 +288,7 @@ def test_a_worker_that_sleeps_past_its_lease_does_and_writes_nothing_when_it_wak
         )
         assert not service.field(rollout_id, "finished"), "it woke while the other one went on"
         fences = [event.fence for event in service.client.get(rollout_id).timeline]
-        item = require_whole(service.ended(rollout_id), lines=22)
+        item = require_whole(service.ended(rollout_id))
     finally:
         sleeper.popen.send_signal(signal.SIGCONT)
     assert item.resumed == 1 and item.error is None
@@ -281,7 +311,7 @@ def test_a_worker_that_is_stopped_hands_its_rollout_over(service, successor):
     first.popen.wait(PATIENCE_S)
     assert time.monotonic() - began < 30, "half of the grace"
     service.of_run(1, **SOON)
-    item = require_whole(service.ended(rollout_id), lines=14)
+    item = require_whole(service.ended(rollout_id))
     assert (item.resumed, item.error) == (1, None)
     assert "handed back: worker" in notes(item) and "was lost" not in notes(item)
 
@@ -300,7 +330,7 @@ def test_a_service_that_ends_in_order_and_comes_again_does_it_anew_in_the_same_a
     service.redis = service.redis.restarted()
     service.start_others()
     service.of_run(1)
-    item = require_whole(service.ended(rollout_id), lines=8)
+    item = require_whole(service.ended(rollout_id))
     assert "handed back: worker" in notes(item) and item.error is None
 
 
@@ -309,7 +339,7 @@ def test_without_its_sandbox_it_begins_anew(service):
     rollout_id = service.submit(lines=8, pause_s=0.3)
     service.await_turns(rollout_id)
     kill_from_outside(service.sandbox(rollout_id)["pid"])
-    item = require_whole(service.ended(rollout_id), lines=8, attempt=2)
+    item = require_whole(service.ended(rollout_id), attempt=2)
     assert "sandbox is blamed" in notes(item)
 
 
@@ -318,7 +348,7 @@ def test_variables_of_the_kernel_and_a_job_in_the_background_survive(service):
     rollout_id = service.submit(lines=10, pause_s=0.3, handler="workbench")
     service.await_turns(rollout_id, 14)
     service.kill_holder(rollout_id)
-    item = require_whole(service.ended(rollout_id), lines=10)
+    item = require_whole(service.ended(rollout_id))
     assert item.resumed == 1 and item.metrics["jobs"] == 1
 
 
@@ -381,7 +411,7 @@ def test_init_and_eval_are_done_again_in_the_same_attempt_where_the_handler_says
         for stage in at:
             (directory / stage).touch()
     for (handler, stage), rollout_id in ids.items():
-        item = require_whole(service.ended(rollout_id), lines=2, attempt=attempts[handler])
+        item = require_whole(service.ended(rollout_id), attempt=attempts[handler])
         assert item.resumed == (1 if handler == "gated_diary" else 0)
         assert f"was lost in state {'initializing' if stage == 'init' else 'evaluating'}" in notes(item)
 
@@ -400,7 +430,7 @@ def test_an_eval_that_was_lost_while_it_released_the_sandbox_has_ended(service, 
     finally:
         os.kill(pid, signal.SIGCONT)
     service.start_others()
-    item = require_whole(service.ended(rollout_id), lines=2)
+    item = require_whole(service.ended(rollout_id))
     assert item.resumed == 0
 
 
@@ -408,14 +438,20 @@ def test_an_eval_that_was_lost_while_it_released_the_sandbox_has_ended(service, 
 
 
 def test_what_redis_lost_of_a_log_is_written_again_by_a_worker_that_lives(service):
-    service.of_run(1)
+    (worker,) = service.of_run(1)
     rollout_id = service.submit(lines=25, pause_s=0.1)
     service.await_turns(rollout_id)
+    # What is remembered may be older than a lease by the time at which it is put back.
+    worker.popen.send_signal(signal.SIGSTOP)
+    ends = int(1000 * (time.time() + 600))
+    service.redis.client.hset(f"rollout:{{{rollout_id}}}", "lease", ends)
+    service.redis.client.zadd("rollouts:due", {rollout_id: ends})
     copy = remember(service.redis)
+    worker.popen.send_signal(signal.SIGCONT)
     service.await_turns(rollout_id, 9)
     service.redis.kill()
     service.redis = put_back(service.redis, copy)
-    item = require_whole(service.ended(rollout_id), lines=25)
+    item = require_whole(service.ended(rollout_id))
     assert item.resumed == 0
 
 
@@ -431,7 +467,7 @@ def test_where_redis_and_the_worker_lose_what_was_done_the_rollout_begins_anew(s
     service.redis = put_back(service.redis, copy)
     service.lose_leases(worker)
     service.of_run(1)
-    item = require_whole(service.ended(rollout_id), lines=25, attempt=2)
+    item = require_whole(service.ended(rollout_id), attempt=2)
     assert "infrastructure is blamed" in notes(item) and "Redis has lost what came between" in notes(item)
 
 
@@ -446,7 +482,7 @@ def test_the_gateway_and_the_sandbox_host_are_not_missed(service):
     service.kill_holder(rollout_id)
     service.processes.remove(service.gateway)
     service.gateway = service.start_gateway()
-    item = require_whole(service.ended(rollout_id), lines=16)
+    item = require_whole(service.ended(rollout_id))
     assert item.resumed == 1 and service.host.stats()["adopted"] >= 1
 
 
@@ -458,7 +494,7 @@ def test_without_its_backend_another_one_goes_on_with_what_was_sampled(service):
     engine = service.engines[service.field(rollout_id, "backend")]
     engine.kill()
     service.kill_holder(rollout_id)
-    item = require_whole(service.ended(rollout_id), lines=10)
+    item = require_whole(service.ended(rollout_id))
     engine.start()
     assert item.resumed == 1 and item.backend != engine.name
     assert item.trajectory.chains[0].token_ids[: len(before)] == before
