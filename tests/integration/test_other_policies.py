@@ -15,7 +15,9 @@ from services.settings import Settings
 from services.state.backends.store import BackendStore
 from services.state.rollouts.store import Claim
 from tests.helpers.fake_engine import fake_engine
+from tests.helpers.llm_servers import LLMServer
 from tests.helpers.others import said
+from tests.helpers.stack import wait_until
 from workers.agent.placement import Placements
 from workers.agent.replay import Action
 from workers.agent.router import BackendRouter, Router
@@ -72,6 +74,10 @@ def judged(store: BackendStore, **limits: float) -> Rollout:
     return done
 
 
+def calls(engine: LLMServer) -> list[dict]:
+    return httpx.get(f"{engine.url}/calls", timeout=60).json()
+
+
 def dropped(done: Rollout) -> bool:
     return (done.state, done.reward, done.drop) == (State.FAILED, None, True)
 
@@ -95,12 +101,12 @@ def test_a_judge_whose_engine_dies_in_mid_call_drops_the_sample(store):
 
 
 def test_a_judge_that_the_breaker_leaves_alone_is_not_asked(store, engine):
-    before = len(httpx.get(f"{engine.url}/calls", timeout=60).json())
+    before = len(calls(engine))
     store.put(describe(BackendRequest(url=engine.url, id="judge")))
     store.fail("judge", "7 calls failed, though /health answers", by="health")
     done = judged(store)
     assert dropped(done) and (done.error.blame, done.attempt) == (Blame.INFRASTRUCTURE, 2)
-    assert len(httpx.get(f"{engine.url}/calls", timeout=60).json()) == before
+    assert len(calls(engine)) == before
 
 
 def test_without_any_backend_of_the_judge_the_sample_is_dropped(store):
@@ -112,21 +118,23 @@ def test_the_time_limit_of_eval_closes_the_judges_call_in_its_engine(store, engi
     store.put(describe(BackendRequest(url=engine.url, id="judge")))
     httpx.post(f"{engine.url}/fault", json={"kind": "slow", "factor": 1000}, timeout=60).raise_for_status()
     try:
-        done = judged(store, max_attempts=1, eval_timeout_s=0.5)
+        before = len(calls(engine))
+        done = judged(store, max_attempts=1, eval_timeout_s=1.5)
         assert dropped(done) and done.error.blame is Blame.TIMEOUT
-        calls = httpx.get(f"{engine.url}/calls", timeout=60).json()
-        assert calls[-1]["state"] == "cancelled"
+        states = lambda: [call["state"] for call in calls(engine)[before:]]  # noqa: E731
+        wait_until(lambda: states() == ["cancelled"], 60, "the call to be closed")
     finally:
         httpx.post(f"{engine.url}/fault", json={"kind": "none"}, timeout=60)
 
 
-def test_waiting_for_room_at_the_judge_takes_nothing_of_evals_time(store, engine):
+def test_waiting_for_room_at_the_judge_takes_nothing_of_evals_time(store, engine, monkeypatch):
     store.put(describe(BackendRequest(url=engine.url, id="judge", max_rollouts=1)))
     (taken,) = store.many([store.acquire("somebody")])
     assert taken["word"] == "ok"
-    timer = threading.Timer(2.0, lambda: store.many([store.release("somebody")]))
-    timer.start()
-    done = judged(store, eval_timeout_s=1.0, max_attempts=1)
+    timer = threading.Timer(2.5, lambda: store.many([store.release("somebody")]))
+    router = Placed.router
+    monkeypatch.setattr(Placed, "router", lambda *asked: timer.start() or router(*asked))
+    done = judged(store, eval_timeout_s=2.0, max_attempts=1)
     timer.join()
     assert (done.state, done.reward) == (State.COMPLETED, 1.0), done.error
-    assert done.stage_seconds["eval"] >= 1.0
+    assert done.stage_seconds["eval"] >= 2.0
