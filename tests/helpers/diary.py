@@ -16,7 +16,7 @@ from pathlib import Path
 from pydantic import BaseModel
 from tokenizers import Tokenizer
 
-from rollout.trajectory import Message, Trajectory
+from rollout.trajectory import FinishReason, Message, Trajectory
 from tests.helpers.chaos_handlers import Gated
 from tests.helpers.llm_servers import DEMO_MODEL
 from workers.agent.tools import (
@@ -28,7 +28,7 @@ from workers.agent.tools import (
     Tool,
     ToolContext,
 )
-from workers.handlers.base import EVERY_STAGE, AgentHandler, EvalContext, InitContext, Reward
+from workers.handlers.base import EVERY_STAGE, AgentHandler, EvalContext, InitContext, Reward, RunContext
 
 _ASKED = re.compile(r"(\d+) lines, pause ([\d.]+)(?:, until \S+ is there)?( at a workbench)?")
 _ENDS = re.compile(r", until (\S+) is there")
@@ -137,6 +137,19 @@ class GatedDiary(Diary):
         return await super().evaluate(ctx)
 
 
+class HeldDiary(Diary):
+    """Stays in RUN after its last turn until the gate is open."""
+
+    name = "held_diary"
+    Task = GatedTask
+    _pass = Gated._pass
+
+    async def run(self, ctx: RunContext[GatedTask]) -> FinishReason:
+        reason = await super().run(ctx)
+        await self._pass("run", ctx)
+        return reason
+
+
 class OnceDiary(GatedDiary):
     """The same where INIT and EVAL are not to be done again."""
 
@@ -144,7 +157,7 @@ class OnceDiary(GatedDiary):
     repeatable = ()
 
 
-all_handlers = [Diary, SpokenDiary, Workbench, GatedDiary, OnceDiary]
+all_handlers = [Diary, SpokenDiary, Workbench, GatedDiary, HeldDiary, OnceDiary]
 
 
 def words(trajectory: Trajectory) -> list[str]:

@@ -49,10 +49,14 @@ def store(service):
     return CheckpointStore(service.redis.client, Settings(redis_url=service.redis.url))
 
 
-def submit(service, lines: int, pause_s: float = 0.0, handler: str = "diary", **fields) -> str:
-    request = RolloutRequest(
-        handler=handler, id=new_id(), task={"lines": lines, "pause_s": pause_s}, **EVERY | fields
-    )
+def submit(
+    service, lines: int, pause_s: float = 0.0, handler: str = "diary", gates: Path | None = None, **fields
+) -> str:
+    """With gates it is one that stays in RUN until it is let go, however slow the machine is."""
+    task = {"lines": lines, "pause_s": pause_s}
+    if gates:
+        handler, task = "held_diary", task | {"gates": str(gates)}
+    request = RolloutRequest(handler=handler, id=new_id(), task=task, **EVERY | fields)
     service.client.submit(request)
     return request.id
 
@@ -116,8 +120,8 @@ def test_forks_of_an_ended_rollout_begin_with_the_files_of_that_turn_and_share_n
     assert service.client.get(rollout_id).trajectory == source.trajectory
 
 
-def test_a_fork_of_a_running_rollout_is_taken_over_and_forked_again(service):
-    rollout_id = submit(service, lines=9, pause_s=0.5)
+def test_a_fork_of_a_running_rollout_is_taken_over_and_forked_again(service, tmp_path):
+    rollout_id = submit(service, lines=9, pause_s=0.5, gates=tmp_path)
     wait_until(lambda: 2 in turns_of(service, rollout_id), PATIENCE_S, "the second turn")
     (fork_id,) = fork(service, rollout_id, 2)
     wait_until(lambda: 4 in turns_of(service, fork_id), PATIENCE_S, "turns of the fork's own")
@@ -125,6 +129,7 @@ def test_a_fork_of_a_running_rollout_is_taken_over_and_forked_again(service):
     so_far = service.client.get(fork_id).trajectory
     assert so_far.branch.turn == 2 and so_far.turns >= 1 and len(so_far.chain.segments) > 5
     service.kill_holder(fork_id)
+    (tmp_path / "run").touch()
     service.of_run(1)
     source = service.ended(rollout_id)
     item = require_fork(service.ended(fork_id), source, 2, lines=9)
@@ -224,7 +229,7 @@ def test_a_fork_waits_for_the_node_that_has_its_files(service, parts, store):
     parts.fleet.leave("init@far")
 
 
-def test_checkpoints_live_as_long_as_forks_may_need_them_and_no_longer(service, parts, store):
+def test_checkpoints_live_as_long_as_forks_may_need_them_and_no_longer(service, parts, store, tmp_path):
     """And those of an attempt that was given up are gone."""
     client = service.redis.client
     source = service.ended(submit(service, lines=1))
@@ -239,10 +244,11 @@ def test_checkpoints_live_as_long_as_forks_may_need_them_and_no_longer(service, 
     assert not store.hold("nobody", 1, until)
     assert not store.put(source.id, Kept(turn=9, at=0.0, attempt=1, entries=1), 99), "an old fence"
     # Its sandbox is lost once a turn is kept: it begins anew.
-    rollout_id = submit(service, lines=6, pause_s=0.4)
+    rollout_id = submit(service, lines=6, pause_s=0.4, gates=tmp_path)
     wait_until(lambda: 2 in turns_of(service, rollout_id), PATIENCE_S, "the second turn")
     first = store.get(rollout_id, 1)
     service.host.release(service.sandbox(rollout_id)["id"])
+    (tmp_path / "run").touch()
     wait_until(lambda: service.field(rollout_id, "attempt") == "2", PATIENCE_S, "another attempt")
     item = service.ended(rollout_id)
     assert (item.reward, item.attempt) == (1.0, 2)
