@@ -10,10 +10,10 @@ import secrets
 import shlex
 
 from rollout.schema import Stage
-from rollout.trajectory import Message
+from rollout.trajectory import FinishReason, Message
 from tests.helpers import diary
 from tests.helpers.chaos_handlers import Gated
-from workers.handlers.base import EvalContext, Reward
+from workers.handlers.base import EvalContext, Reward, RunContext
 
 PLACES = "/workspace/deep /tmp/deep /home/sandbox/deep /etc/deep"
 MAKE = f"""
@@ -38,7 +38,8 @@ class Journey(diary.GatedTask):
 
 
 class Traveller(diary.Diary):
-    """A diary whose files, directory and variable travel."""
+    """A diary whose files, directory and variable travel, with a gate after its last turn and before it is
+    scored."""
 
     name = "traveller"
     Task = Journey
@@ -48,9 +49,13 @@ class Traveller(diary.Diary):
         (message,) = super().prompt(task)
         return [Message(role="user", content=f"{message.text}{' with luggage' if task.large else ''}")]
 
+    async def run(self, ctx: RunContext[Journey]) -> FinishReason:
+        reason = await super().run(ctx)
+        await self._pass("run", ctx)
+        return reason
+
     async def evaluate(self, ctx: EvalContext[Journey]) -> Reward:
-        if ctx.task.gates:
-            await self._pass("eval", ctx)
+        await self._pass("eval", ctx)
         look = await ctx.sandbox.exec(["bash", "-c", LOOK])
         before = (await ctx.sandbox.read_file("before")).decode()
         ctx.metrics["same_files"] = float(look.stdout == before)

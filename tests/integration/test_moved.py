@@ -142,21 +142,26 @@ def moves(item: Rollout) -> list[str]:
 def test_what_waits_for_a_node_that_ends_goes_on_at_its_turn_on_another_one(service, tmp_path):
     first = service.node("first", ("init,eval", 64, {}), ("run", 3, {}))
     first.await_workers()
+    (tmp_path / "run").touch()
     scored = service.submit(lines=2, gates=str(tmp_path))
     wait_until((tmp_path / f"eval.{scored}").exists, PATIENCE_S, "it to be scored")
-    between = service.submit(lines=20, pause_s=0.3)
-    in_call = service.submit(lines=3, pause_s=4.0)
-    home = service.submit(lines=3, pause_s=4.0, handler="homebody")
+    # Were one over before all have come so far, the last one would run in its place.
+    held = tmp_path / "held"
+    held.mkdir()
+    between = service.submit(lines=20, pause_s=0.3, gates=str(held))
+    in_call = service.submit(lines=3, pause_s=4.0, gates=str(held))
+    home = service.submit(lines=3, pause_s=4.0, handler="homebody", gates=str(held))
     for rollout_id in (home, in_call, between):
         service.await_log(rollout_id, 5)
     ready = service.submit(lines=3)
     service.await_state(ready, State.READY)
     # It starts while the first one ends.
     second = service.node("second", ("init,eval", 64, {}), ("run", 64, SHORT))
-    held = {rollout_id: service.client.get(rollout_id) for rollout_id in (between, in_call)}
+    so_far = {rollout_id: service.client.get(rollout_id) for rollout_id in (between, in_call)}
     assert first.end() == 5
     assert not first.host.list()
-    (tmp_path / "eval").touch()
+    for gate in (tmp_path / "eval", held / "run", held / "eval"):
+        gate.touch()
     second.await_workers()
     # As before a preemption: it shortens what a worker takes to stop, and does nothing else.
     for worker in second.workers:
@@ -166,7 +171,7 @@ def test_what_waits_for_a_node_that_ends_goes_on_at_its_turn_on_another_one(serv
         require_whole(items[rollout_id], lines)
         assert items[rollout_id].moved == (rollout_id != home)
         assert items[rollout_id].sandbox.node == "second"
-    for rollout_id, before in held.items():
+    for rollout_id, before in so_far.items():
         its = items[rollout_id]
         ids = before.trajectory.chains[0].token_ids
         assert its.trajectory.chains[0].token_ids[: len(ids)] == ids and its.resumed == 1
