@@ -102,7 +102,8 @@ def fleet(tmp_path_factory):
     old, new = endless_copy(directory / "old"), endless_copy(directory / "new", scale=0.05)
     with ExitStack() as exits, tempfile.TemporaryDirectory(prefix="rs-", dir="/tmp") as sandbox_dir:
         exits.callback(stop_host, Path(sandbox_dir))
-        env = {"ROLLOUT_BACKEND_PROBE_S": "0.5"}
+        # Attempts are counted, and one worker may stand still beside the other for a stack's usual 3 s.
+        env = {"ROLLOUT_BACKEND_PROBE_S": "0.5", "ROLLOUT_LEASE_S": "10"}
         # To the end: a server ends with the thread that started it.
         pool = exits.enter_context(ThreadPoolExecutor(4))
         servers = [pool.submit(exits.enter_context, embedded_server(old)) for _ in "ab"]
@@ -318,9 +319,11 @@ def test_a_killed_worker_s_update_is_finished_by_another_and_nothing_stays_pause
     assert conflict.value.status == 409
     assert update.id in conflict.value.problem.detail
 
-    owner = settled.stack.redis.client.get("policy:lease")
+    redis = settled.stack.redis.client
+    owner = redis.get("policy:lease")
     victim = next(process for process in settled.workers.values() if f"/{process.pid}/" in f"/{owner}")
     victim.kill()
+    redis.delete("policy:lease", "policy:lock:a")  # as when they have run out
     for call in busy:
         call.join(PATIENCE_S)
         assert not call.is_alive()
