@@ -319,11 +319,9 @@ def test_a_killed_worker_s_update_is_finished_by_another_and_nothing_stays_pause
     assert conflict.value.status == 409
     assert update.id in conflict.value.problem.detail
 
-    redis = settled.stack.redis.client
-    owner = redis.get("policy:lease")
+    owner = settled.stack.redis.client.get("policy:lease")
     victim = next(process for process in settled.workers.values() if f"/{process.pid}/" in f"/{owner}")
     victim.kill()
-    redis.delete("policy:lease", "policy:lock:a")  # as when they have run out
     for call in busy:
         call.join(PATIENCE_S)
         assert not call.is_alive()
