@@ -154,15 +154,19 @@ def test_a_rollout_is_followed_from_its_queue_to_its_end(service, live):
     assert stream.all("rollout")[-1] == summary
 
 
-def test_turns_come_as_the_pieces_of_which_the_trajectory_is_made(service, followed, live):
-    rollout_id, stream = followed("gated_diary", lines=16, pause_s=0.3)
+def test_turns_come_as_the_pieces_of_which_the_trajectory_is_made(service, followed, live, tmp_path):
+    end = tmp_path / "end"
+    rollout_id, stream = followed("gated_diary", lines=6, pause_s=0.3, until=str(end))
     stream.until("turns", lambda said: any(piece["place"] >= 4 for piece in said.get("pieces", ())))
     late = live(rollout=rollout_id)
     assert late.until("rollout")["id"] == rollout_id
+    late.until("turns")
+    end.touch()
     item = ended(service, rollout_id)
     assert item.reward == 1.0
     (chain,) = item.trajectory.chains
-    stream.until("rollout", lambda said: said["state"] == "completed")
+    for viewer in (stream, late):
+        viewer.until("rollout", lambda said: said["state"] == "completed")
     pieces = [piece for said in stream.all("turns") for piece in said.get("pieces", ())]
     assert all(said["attempt"] == 1 for said in stream.all("turns"))
     assert [piece["place"] for piece in pieces] == list(range(len(pieces)))
