@@ -1,7 +1,8 @@
 """What is promised in seconds: held to the letter on an idle machine, and loosely where others compute.
 
-The kernel says for how long anybody has waited for a processor (`/proc/pressure/cpu`). `TEST_IDLE=1`, as
-`make idle` sets it, holds to the letter whatever it says.
+The kernel says for how long anybody has waited for a processor or a disk (`/proc/pressure`), and for how long
+the hypervisor has given our processors to others. `TEST_IDLE=1`, as `make idle` sets it, holds to the letter
+whatever it says.
 """
 
 from __future__ import annotations
@@ -12,18 +13,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-PRESSURE = Path("/proc/pressure/cpu")
+import psutil
+
+PRESSURE = Path("/proc/pressure")
 BUSY_SHARE = 0.25
-"""Of the time measured, in which somebody waited for a processor; what is measured computes a little, too."""
+"""Of the time measured, in which somebody waited; what is measured computes and writes a little, too."""
 
 
 def _waited_s() -> float:
-    """Seconds, since the machine was started, in which some task waited for a processor."""
-    return int(PRESSURE.read_text().partition("total=")[2].split()[0]) / 1e6
+    """Seconds, since the machine was started, in which some task waited, or an average processor was away."""
+    texts = [(PRESSURE / name).read_text() for name in ("cpu", "io")]
+    waits = [int(text.partition("total=")[2].split()[0]) / 1e6 for text in texts]
+    return sum(waits) + psutil.cpu_times().steal / psutil.cpu_count()
 
 
 def is_busy(since_s: float, took_s: float) -> bool:
-    """Whether others had the processors meanwhile; `since_s` is what `_waited_s` said before."""
+    """Whether others had the processors or disks meanwhile; `since_s` is what `_waited_s` said before."""
     return _waited_s() - since_s > BUSY_SHARE * took_s
 
 
