@@ -122,7 +122,7 @@ class GatedTask(DiaryTask):
 
 
 class GatedDiary(Diary):
-    """Waits at a gate at the end of INIT, and before it scores."""
+    """Waits at a gate at the end of INIT and of RUN, and before it scores."""
 
     name = "gated_diary"
     Task = GatedTask
@@ -132,22 +132,14 @@ class GatedDiary(Diary):
         await super().init(ctx)
         await self._pass("init", ctx)
 
-    async def evaluate(self, ctx: EvalContext[GatedTask]) -> Reward:
-        await self._pass("eval", ctx)
-        return await super().evaluate(ctx)
-
-
-class HeldDiary(Diary):
-    """Stays in RUN after its last turn until the gate is open."""
-
-    name = "held_diary"
-    Task = GatedTask
-    _pass = Gated._pass
-
     async def run(self, ctx: RunContext[GatedTask]) -> FinishReason:
         reason = await super().run(ctx)
         await self._pass("run", ctx)
         return reason
+
+    async def evaluate(self, ctx: EvalContext[GatedTask]) -> Reward:
+        await self._pass("eval", ctx)
+        return await super().evaluate(ctx)
 
 
 class OnceDiary(GatedDiary):
@@ -157,7 +149,7 @@ class OnceDiary(GatedDiary):
     repeatable = ()
 
 
-all_handlers = [Diary, SpokenDiary, Workbench, GatedDiary, HeldDiary, OnceDiary]
+all_handlers = [Diary, SpokenDiary, Workbench, GatedDiary, OnceDiary]
 
 
 def words(trajectory: Trajectory) -> list[str]:

@@ -10,10 +10,9 @@ import secrets
 import shlex
 
 from rollout.schema import Stage
-from rollout.trajectory import FinishReason, Message
+from rollout.trajectory import Message
 from tests.helpers import diary
-from tests.helpers.chaos_handlers import Gated
-from workers.handlers.base import EvalContext, Reward, RunContext
+from workers.handlers.base import EvalContext, Reward
 
 PLACES = "/workspace/deep /tmp/deep /home/sandbox/deep /etc/deep"
 MAKE = f"""
@@ -37,22 +36,15 @@ class Journey(diary.GatedTask):
     """Whether it has 50 MB with it."""
 
 
-class Traveller(diary.Diary):
-    """A diary whose files, directory and variable travel, with a gate after its last turn and before it is
-    scored."""
+class Traveller(diary.GatedDiary):
+    """A diary whose files, directory and variable travel."""
 
     name = "traveller"
     Task = Journey
-    _pass = Gated._pass
 
     def prompt(self, task: Journey) -> list[Message]:
         (message,) = super().prompt(task)
         return [Message(role="user", content=f"{message.text}{' with luggage' if task.large else ''}")]
-
-    async def run(self, ctx: RunContext[Journey]) -> FinishReason:
-        reason = await super().run(ctx)
-        await self._pass("run", ctx)
-        return reason
 
     async def evaluate(self, ctx: EvalContext[Journey]) -> Reward:
         await self._pass("eval", ctx)

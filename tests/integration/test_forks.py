@@ -55,7 +55,9 @@ def submit(
     """With gates it is one that stays in RUN until it is let go, however slow the machine is."""
     task = {"lines": lines, "pause_s": pause_s}
     if gates:
-        handler, task = "held_diary", task | {"gates": str(gates)}
+        handler, task = "gated_diary", task | {"gates": str(gates)}
+        for stage in ("init", "eval"):
+            (gates / stage).touch()
     request = RolloutRequest(handler=handler, id=new_id(), task=task, **EVERY | fields)
     service.client.submit(request)
     return request.id

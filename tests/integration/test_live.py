@@ -83,7 +83,7 @@ def followed(service, live, tmp_path):
         rollout_id = submit(service, handler, gates=str(tmp_path), **task)
         stream = live(rollout=rollout_id)
         stream.until("rollout")
-        for stage in ("init", "eval"):
+        for stage in ("init", "run", "eval"):
             (tmp_path / stage).touch()
         return rollout_id, stream
 

@@ -142,12 +142,13 @@ def moves(item: Rollout) -> list[str]:
 def test_what_waits_for_a_node_that_ends_goes_on_at_its_turn_on_another_one(service, tmp_path):
     first = service.node("first", ("init,eval", 64, {}), ("run", 3, {}))
     first.await_workers()
-    (tmp_path / "run").touch()
+    held = tmp_path / "held"
+    held.mkdir()
+    for gate in (tmp_path / "init", tmp_path / "run", held / "init"):
+        gate.touch()
     scored = service.submit(lines=2, gates=str(tmp_path))
     wait_until((tmp_path / f"eval.{scored}").exists, PATIENCE_S, "it to be scored")
     # Were one over before all have come so far, the last one would run in its place.
-    held = tmp_path / "held"
-    held.mkdir()
     between = service.submit(lines=20, pause_s=0.3, gates=str(held))
     in_call = service.submit(lines=3, pause_s=4.0, gates=str(held))
     home = service.submit(lines=3, pause_s=4.0, handler="homebody", gates=str(held))

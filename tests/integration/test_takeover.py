@@ -394,6 +394,7 @@ def test_init_and_eval_are_done_again_in_the_same_attempt_where_the_handler_says
     at = {stage: tmp_path / stage for stage in ("init", "eval")}
     for directory in at.values():
         directory.mkdir()
+        (directory / "run").touch()
     (at["eval"] / "init").touch()
     ids = {
         (handler, stage): service.submit(lines=2, handler=handler, gates=gates)
@@ -418,7 +419,8 @@ def test_init_and_eval_are_done_again_in_the_same_attempt_where_the_handler_says
 
 def test_an_eval_that_was_lost_while_it_released_the_sandbox_has_ended(service, tmp_path):
     service.of_run(1)
-    (tmp_path / "init").touch()
+    for stage in ("init", "run"):
+        (tmp_path / stage).touch()
     rollout_id = service.submit(lines=2, handler="gated_diary", gates=tmp_path)
     wait_until((tmp_path / f"eval.{rollout_id}").exists, PATIENCE_S, "it to be scored")
     pid = service.host.stats()["pid"]
