@@ -72,7 +72,8 @@ class Diary(AgentHandler[DiaryTask]):
         said = [f"{self.number(place)} {word}" for place, word in enumerate(words(ctx.trajectory))]
         as_said = file.splitlines() == said
         ctx.metrics |= {"lines": len(file.splitlines()), "as_said": float(as_said)}
-        enough = len(said) == ctx.task.lines or (ctx.task.until and len(said) > ctx.task.lines)
+        more = len(said) - ctx.task.lines
+        enough = more >= 0 if ctx.task.until else more == 0
         return Reward(float(as_said and enough))
 
 
